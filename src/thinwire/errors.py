@@ -1,0 +1,16 @@
+"""What can go wrong, by name: every error that thinwire raises on purpose.
+
+Messages are one sentence: what is wrong, where, and what to do.
+"""
+
+
+class ThinwireError(Exception):
+    """Base of all errors of thinwire."""
+
+
+class FrameError(ThinwireError, ValueError):
+    """Bytes that are not a valid frame: truncated, corrupt, foreign or hostile."""
+
+
+class LabError(ThinwireError):
+    """The emulated network cannot be built or used here."""

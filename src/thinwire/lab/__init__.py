@@ -1,0 +1,1 @@
+"""The lab: emulated hosts with shaped links on one Linux machine."""
