@@ -56,13 +56,13 @@ class Codec:
         self._learned: dict[str, dict[str, float]] = {}
 
     def __repr__(self) -> str:
-        return f"Codec({self.selection}, {self.values}, {self.memory}, scope={self.scope!r}, min_numel={self.min_numel})"
+        return (
+            f"Codec({self.selection}, {self.values}, {self.memory}, scope={self.scope!r}, min_numel={self.min_numel})"
+        )
 
     # The way out
 
-    def encode(
-        self, tensors: Mapping[str, Tensor], *, step: int | None = None, budget: int | None = None
-    ) -> Frame:
+    def encode(self, tensors: Mapping[str, Tensor], *, step: int | None = None, budget: int | None = None) -> Frame:
         """Encode gradients; what does not travel stays in the memory.
 
         The frame never exceeds `budget` bytes; what does not fit is held back too. If an input is not finite the
@@ -75,9 +75,7 @@ class Codec:
                 return _empty_frame(name)
         at = self.step if step is None else step
         self.step = at + 1
-        vectors = [
-            self.memory.open(g, self._open_slots(name, g)) for name, g in zip(names, gradients, strict=True)
-        ]
+        vectors = [self.memory.open(g, self._open_slots(name, g)) for name, g in zip(names, gradients, strict=True)]
         vectors, chosen = self._choose(names, vectors, at)
         return self._write(names, vectors, chosen, at, budget)
 
@@ -88,9 +86,7 @@ class Codec:
             raise ValueError(f"{name}: sparse gradients are not supported; use sparse=False in the embedding")
         held = self._slots.get(name)
         if held and next(iter(held.values())).numel() != tensor.numel():
-            raise ValueError(
-                f"{name}: the memory holds another number of elements than the {tensor.numel()} given"
-            )
+            raise ValueError(f"{name}: the memory holds another number of elements than the {tensor.numel()} given")
         return tensor.detach().contiguous()
 
     def _open_slots(self, name: str, gradient: Tensor) -> dict[str, Tensor]:
@@ -109,9 +105,7 @@ class Codec:
             raise ValueError('kernels="native" takes CPU tensors; use kernels="auto"')
         return on_cpu and self.kernels != "torch"
 
-    def _choose(
-        self, names: list[str], vectors: list[Vector], step: int
-    ) -> tuple[list[Vector], list[Chosen]]:
+    def _choose(self, names: list[str], vectors: list[Vector], step: int) -> tuple[list[Vector], list[Chosen]]:
         """What travels of each vector; tensors of one group share their `Chosen`."""
         chosen = [Chosen(name, EVERYTHING, whole=True) for name in names]
         large = [i for i, v in enumerate(vectors) if v.n >= max(self.min_numel, 1)]
@@ -132,9 +126,7 @@ class Codec:
     ) -> Frame:
         capacity = self.frame_bound([v.n for v in vectors]) if budget is None else budget
         if capacity < _native.HEADER_BYTES:
-            raise ValueError(
-                f"a budget of {capacity} bytes cannot hold a frame's header of {_native.HEADER_BYTES}"
-            )
+            raise ValueError(f"a budget of {capacity} bytes cannot hold a frame's header of {_native.HEADER_BYTES}")
         buffer = torch.empty(capacity, dtype=torch.uint8)
         writer = _native.Writer(buffer.data_ptr(), capacity)
         put = put_native if self._native_for(vectors) else put_torch

@@ -29,9 +29,7 @@ class Frame:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> "Frame":
         """A frame as it came from a file or a socket; it is checked when it is read."""
         buffer = bytearray(data)
-        return cls(
-            torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
-        )
+        return cls(torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8))
 
     def tobytes(self) -> bytes:
         return self.data.numpy().tobytes()

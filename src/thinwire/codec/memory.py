@@ -41,9 +41,7 @@ class Residual(Memory):
 
     def __post_init__(self) -> None:
         if not 0.0 < self.decay <= 1.0:
-            raise ValueError(
-                f"a residual's decay must lie in (0, 1], not {self.decay}; to keep nothing use Drop()"
-            )
+            raise ValueError(f"a residual's decay must lie in (0, 1], not {self.decay}; to keep nothing use Drop()")
 
     def open(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
         residual = slots["residual"]

@@ -3,17 +3,24 @@
 A format is a frozen value; the kernels know it by its code, which is also what travels in a frame.
 """
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 
 class Values(ABC):
-    """A value format: `code` travels in the frame, `bits` is the cost of one value without scales."""
+    """A value format."""
 
-    code: int
-    bits: int
     seed: int | None = None  # of stochastic rounding; None rounds to nearest
+
+    @property
+    @abstractmethod
+    def code(self) -> int:
+        """What travels in a section's header."""
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Bits of one value, scales not counted."""
 
     @property
     def scaled(self) -> bool:
@@ -25,24 +32,39 @@ class Values(ABC):
 class Float32(Values):
     """The value as it is."""
 
-    code: ClassVar[int] = 0
-    bits: ClassVar[int] = 32
+    @property
+    def code(self) -> int:
+        return 0
+
+    @property
+    def bits(self) -> int:
+        return 32
 
 
 @dataclass(frozen=True)
 class Float16(Values):
     """Half precision, to nearest; beyond 65,504 the largest value travels and the rest stays in the memory."""
 
-    code: ClassVar[int] = 1
-    bits: ClassVar[int] = 16
+    @property
+    def code(self) -> int:
+        return 1
+
+    @property
+    def bits(self) -> int:
+        return 16
 
 
 @dataclass(frozen=True)
 class BFloat16(Values):
     """The upper half of a float32, to nearest: full range, eight bits of precision."""
 
-    code: ClassVar[int] = 2
-    bits: ClassVar[int] = 16
+    @property
+    def code(self) -> int:
+        return 2
+
+    @property
+    def bits(self) -> int:
+        return 16
 
 
 @dataclass(frozen=True)
@@ -61,11 +83,11 @@ class Bits(Values):
             raise ValueError(f"Bits takes 8, 4 or 2 bits, not {self.width}; for one bit use Sign()")
 
     @property
-    def code(self) -> int:  # type: ignore[override]
+    def code(self) -> int:
         return {8: 3, 4: 4, 2: 5}[self.width]
 
     @property
-    def bits(self) -> int:  # type: ignore[override]
+    def bits(self) -> int:
         return self.width
 
 
@@ -73,5 +95,10 @@ class Bits(Values):
 class Sign(Values):
     """One bit a value: a block's positive values travel as their mean, its negative ones as theirs."""
 
-    code: ClassVar[int] = 6
-    bits: ClassVar[int] = 1
+    @property
+    def code(self) -> int:
+        return 6
+
+    @property
+    def bits(self) -> int:
+        return 1

@@ -54,9 +54,7 @@ def put_native(writer: _native.Writer, place: Place, vector: Vector, chosen: Cho
     if isinstance(cut, Strata):
         written = writer.add_strata(place.section, vector.described, held, mask, cut.count, cut.seed, *how)
     else:
-        written = writer.add_selected(
-            place.section, vector.described, held, mask, cut.threshold, cut.ties, *how
-        )
+        written = writer.add_selected(place.section, vector.described, held, mask, cut.threshold, cut.ties, *how)
     sent, selected, ties, magnitudes = written
     chosen.note(selected, ties, magnitudes)
     return sent
