@@ -59,6 +59,19 @@ void bind_statistics(nb::module_& m) {
     nb::gil_scoped_release release;
     return collect_above(vector_of(d), threshold, at<float>(out), capacity);
   });
+  m.def("collect_entries", [](const Described& d, float threshold, uint64_t ties, Address positions, Address values) {
+    nb::gil_scoped_release release;
+    const uint64_t n = collect_entries(vector_of(d), threshold, &ties, at<uint64_t>(positions), at<float>(values));
+    return std::tuple(n, ties);
+  });
+  m.def("strata", [](uint64_t seed, uint64_t count, uint64_t n, Address positions) {
+    nb::gil_scoped_release release;
+    for (uint64_t j = 0; j < count; ++j) at<uint64_t>(positions)[j] = stratum_position(seed, j, count, n);
+  });
+  m.def("all_zero", [](Address data, int dtype, size_t n) {
+    nb::gil_scoped_release release;
+    return all_zero(at<const void>(data), Dtype(dtype), n);
+  });
   m.def("all_finite", [](Address data, int dtype, size_t n) {
     nb::gil_scoped_release release;
     return all_finite(at<const void>(data), Dtype(dtype), n);

@@ -4,7 +4,8 @@ The whole way out is `encode`: check, accumulate, choose, write. State is kept p
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,17 @@ from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vecto
 from thinwire.codec.writing import EVERYTHING, Chosen, Place, put_native, put_torch
 
 State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Gradients that are in the memory, and what of them is to travel; sections are their places in the frame."""
+
+    names: list[str]
+    vectors: list[Vector]
+    chosen: list[Chosen]
+    sections: list[int]
+    step: int
 
 
 class Codec:
@@ -62,22 +74,36 @@ class Codec:
 
     # The way out
 
-    def encode(self, tensors: Mapping[str, Tensor], *, step: int | None = None, budget: int | None = None) -> Frame:
+    def encode(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        step: int | None = None,
+        budget: int | None = None,
+        hold: Collection[str] = (),
+    ) -> Frame:
         """Encode gradients; what does not travel stays in the memory.
 
         The frame never exceeds `budget` bytes; what does not fit is held back too. If an input is not finite the
         frame says so, holds nothing, and neither memory nor step changes. `step` defaults to a counter of calls.
+        Tensors named in `hold` are left alone: they send nothing and their memory does not change.
         """
-        names = list(tensors)
-        gradients = [self._checked(name, tensor) for name, tensor in tensors.items()]
-        for name, gradient in zip(names, gradients, strict=True):
+        batch = self.open(tensors, step=step, hold=hold)
+        return empty_frame(batch) if isinstance(batch, str) else self.write(batch, len(tensors), budget)
+
+    def open(
+        self, tensors: Mapping[str, Tensor], *, step: int | None = None, hold: Collection[str] = ()
+    ) -> Batch | str:
+        """Take gradients into the memory and choose what travels; a string names a tensor that is not finite."""
+        active = {name: self._checked(name, t) for name, t in tensors.items() if name not in hold}
+        for name, gradient in active.items():
             if not _finite(gradient):
-                return _empty_frame(name)
+                return name
         at = self.step if step is None else step
         self.step = at + 1
-        vectors = [self.memory.open(g, self._open_slots(name, g)) for name, g in zip(names, gradients, strict=True)]
-        vectors, chosen = self._choose(names, vectors, at)
-        return self._write(names, vectors, chosen, at, budget)
+        vectors = [self.memory.open(g, self._open_slots(name, g)) for name, g in active.items()]
+        sections = [i for i, name in enumerate(tensors) if name not in hold]
+        return self.choose(list(active), vectors, sections, at)
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in DTYPES:
@@ -99,17 +125,18 @@ class Codec:
                 held[slot] = tensor.to(gradient.device)
         return held
 
-    def _native_for(self, vectors: Sequence[Vector]) -> bool:
+    def native_for(self, vectors: Sequence[Vector]) -> bool:
+        """Whether the kernels take these vectors, or torch operations do."""
         on_cpu = all(v.gradient.device.type == "cpu" for v in vectors)
         if self.kernels == "native" and not on_cpu:
             raise ValueError('kernels="native" takes CPU tensors; use kernels="auto"')
         return on_cpu and self.kernels != "torch"
 
-    def _choose(self, names: list[str], vectors: list[Vector], step: int) -> tuple[list[Vector], list[Chosen]]:
+    def choose(self, names: list[str], vectors: list[Vector], sections: list[int], step: int) -> Batch:
         """What travels of each vector; tensors of one group share their `Chosen`."""
         chosen = [Chosen(name, EVERYTHING, whole=True) for name in names]
         large = [i for i, v in enumerate(vectors) if v.n >= max(self.min_numel, 1)]
-        make: type[Group] = NativeGroup if self._native_for(vectors) else TorchGroup
+        make: type[Group] = NativeGroup if self.native_for(vectors) else TorchGroup
         together = self.scope == "global" and self.selection.shares_threshold
         for members in [large] if together and large else [[i] for i in large]:
             group = make([vectors[i] for i in members])
@@ -119,34 +146,39 @@ class Codec:
             shared = Chosen(label, cut)
             for i, vector in zip(members, group.vectors, strict=True):
                 vectors[i], chosen[i] = vector, shared
-        return vectors, chosen
+        return Batch(names, vectors, chosen, sections, step)
 
-    def _write(
-        self, names: list[str], vectors: list[Vector], chosen: list[Chosen], step: int, budget: int | None
-    ) -> Frame:
-        capacity = self.frame_bound([v.n for v in vectors]) if budget is None else budget
-        if capacity < _native.HEADER_BYTES:
-            raise ValueError(f"a budget of {capacity} bytes cannot hold a frame's header of {_native.HEADER_BYTES}")
-        buffer = torch.empty(capacity, dtype=torch.uint8)
-        writer = _native.Writer(buffer.data_ptr(), capacity)
-        put = put_native if self._native_for(vectors) else put_torch
-        reserves = self._reserves(vectors, chosen)
-        counts = []
-        for i, (name, vector, choice) in enumerate(zip(names, vectors, chosen, strict=True)):
-            values = self.small if choice.whole else self.values
-            seed = 0 if values.seed is None else _seed(values.seed, step, name)
-            counts.append(put(writer, Place(i, values, seed, reserves[i]), vector, choice))
-        for choice in {id(c): c for c in chosen if not c.whole}.values():
+    def place(self, batch: Batch, i: int, reserve: int) -> Place:
+        """How the i-th vector of a batch is written."""
+        values = self.small if batch.chosen[i].whole else self.values
+        seed = 0 if values.seed is None else _seed(values.seed, batch.step, batch.names[i])
+        return Place(batch.sections[i], values, seed, reserve)
+
+    def learn(self, batch: Batch) -> None:
+        """Tell the selection what became of its cuts, once all tensors of a batch are written."""
+        for choice in {id(c): c for c in batch.chosen if not c.whole}.values():
             self.selection.learn(choice.selected, choice.magnitudes, self._learned[choice.label])
+
+    def write(self, batch: Batch, sections: int, budget: int | None) -> Frame:
+        """Put a batch into one frame of at most `budget` bytes."""
+        capacity = self.frame_bound([v.n for v in batch.vectors]) if budget is None else budget
+        buffer, writer = open_writer(capacity)
+        put = put_native if self.native_for(batch.vectors) else put_torch
+        whole = [v.n if c.whole else 0 for v, c in zip(batch.vectors, batch.chosen, strict=True)]
+        reserves = self.reserves(whole)
+        counts = [0] * sections
+        for i, (vector, choice) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
+            counts[batch.sections[i]] = put(writer, self.place(batch, i, reserves[i]), vector, choice)
+        self.learn(batch)
         length = writer.finish(0)
         return Frame(buffer[:length].clone(), counts=tuple(counts))
 
-    def _reserves(self, vectors: list[Vector], chosen: list[Chosen]) -> list[int]:
+    def reserves(self, whole: Sequence[int]) -> list[int]:
         """Bytes to keep free at each section, so that later ones find room for headers and for whole tensors."""
         reserves, later = [], 0
-        for vector, choice in zip(reversed(vectors), reversed(chosen), strict=True):
+        for count in reversed(whole):
             reserves.append(later)
-            later += section_bound(vector.n, vector.n if choice.whole else 0, self.small, whole=True)
+            later += section_bound(count, count, self.small, whole=True)
         return reserves[::-1]
 
     @property
@@ -189,20 +221,25 @@ class Codec:
         """The memory's tensors of one parameter, flat; empty before its first encode."""
         return self._slots.get(name, {})
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the memory, when the unit of the gradients changes.
+    def give_back(self, name: str, positions: Tensor, values: Tensor) -> None:
+        """Put entries back into the memory that were sent and did not count, or that another rank's memory lost."""
+        residual = self._slots.get(name, {}).get("residual")
+        if residual is not None:
+            residual.index_add_(0, positions.to(residual.device), values.to(residual.device))
+
+    def rescale(self, factor: float, names: Collection[str] | None = None) -> None:
+        """Multiply the memory (of some parameters, or of all), when the unit of the gradients changes.
 
         After a change of the loss scale call it with new / old. After a change of the learning rate call it with
         old / new, so that what is held back is applied at the rate it was computed for.
         """
         if not (0.0 < factor < float("inf")):
             raise ValueError(f"a memory is rescaled by a positive finite factor, not {factor}")
-        for slots in self._slots.values():
-            for tensor in slots.values():
+        for name in self._slots if names is None else names:
+            for tensor in self._slots.get(name, {}).values():
                 tensor.mul_(factor)
-        for learned in self._learned.values():
-            for key in learned:
-                learned[key] *= factor
+            for key in self._learned.get(name, {}):
+                self._learned[name][key] *= factor
 
     def state_dict(self) -> State:
         """Plain tensors and numbers by parameter name, loadable with `torch.load(weights_only=True)`."""
@@ -233,7 +270,16 @@ def _finite(tensor: Tensor) -> bool:
     return _native.all_finite(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel())
 
 
-def _empty_frame(culprit: str) -> Frame:
+def open_writer(capacity: int) -> tuple[Tensor, _native.Writer]:
+    """A buffer and the writer that fills it."""
+    if capacity < _native.HEADER_BYTES:
+        raise ValueError(f"a budget of {capacity} bytes cannot hold a frame's header of {_native.HEADER_BYTES}")
+    buffer = torch.empty(capacity, dtype=torch.uint8)
+    return buffer, _native.Writer(buffer.data_ptr(), capacity)
+
+
+def empty_frame(culprit: str) -> Frame:
+    """The frame that tells everybody of a non-finite input."""
     buffer = torch.empty(_native.HEADER_BYTES, dtype=torch.uint8)
     _native.Writer(buffer.data_ptr(), len(buffer)).finish(1)
     return Frame(buffer, non_finite=culprit)

@@ -62,22 +62,56 @@ def put_native(writer: _native.Writer, place: Place, vector: Vector, chosen: Cho
 
 def put_torch(writer: _native.Writer, place: Place, vector: Vector, chosen: Chosen) -> int:
     """The same by torch operations: only the chosen entries leave the device."""
-    vector = vector.settled()
-    x = vector.gradient.reshape(-1).float()
+    entries = take_entries(vector.settled(), chosen, native=False)
+    return put_entries(writer, place, vector, entries, chosen.cut)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Chosen entries of one vector of n elements: ascending positions and their values, on the CPU."""
+
+    positions: Tensor
+    values: Tensor
+    n: int
+
+    def between(self, begin: int, end: int) -> "Entries":
+        """Those whose positions lie in [begin, end)."""
+        low, high = torch.searchsorted(self.positions, torch.tensor([begin, end])).tolist()
+        return Entries(self.positions[low:high], self.values[low:high], self.n)
+
+
+def take_entries(vector: Vector, chosen: Chosen, *, native: bool) -> Entries:
+    """The entries that pass the cut; the memory takes in the gradient and still holds them."""
     cut = chosen.cut
-    if isinstance(cut, Strata):
-        positions, ties = strata_positions(cut, x.numel()).to(x.device), 0
+    if native and isinstance(cut, Cut):
+        positions = torch.empty(vector.n, dtype=torch.int64)
+        values = torch.empty(vector.n)
+        count, ties = _native.collect_entries(
+            vector.described, cut.threshold, cut.ties, positions.data_ptr(), values.data_ptr()
+        )
+        positions, values = positions[:count].clone(), values[:count].clone()
     else:
-        positions, ties = positions_above(x, cut)
-    values = x[positions]
-    there, kept = positions.cpu(), values.cpu()
-    sent = torch.empty_like(kept)
+        x = vector.settled().gradient.reshape(-1).float()
+        if isinstance(cut, Strata):
+            there, ties = strata_positions(cut, x.numel()).to(x.device), 0
+        else:
+            there, ties = positions_above(x, cut)
+        positions, values = there.cpu(), x[there].cpu()
+    chosen.note(len(values), ties, float(values.abs().double().sum()))
+    return Entries(positions, values, vector.n)
+
+
+def put_entries(
+    writer: _native.Writer, place: Place, vector: Vector, entries: Entries, cut: Cut | Strata | None = None
+) -> int:
+    """Write entries and take what was sent out of the memory; returns how many were sent."""
+    sent = torch.empty_like(entries.values)
     count = writer.add_entries(
         place.section,
-        there.data_ptr(),
-        kept.data_ptr(),
-        len(kept),
-        x.numel(),
+        entries.positions.data_ptr(),
+        entries.values.data_ptr(),
+        len(entries.values),
+        entries.n,
         sent.data_ptr(),
         isinstance(cut, Strata),
         cut.seed if isinstance(cut, Strata) else 0,
@@ -86,12 +120,11 @@ def put_torch(writer: _native.Writer, place: Place, vector: Vector, chosen: Chos
         place.seed,
         place.reserve,
     )[0]
-    gone = positions[:count]
     if vector.held is not None:
-        vector.held[gone] = values[:count] - sent[:count].to(x.device)
+        gone = entries.positions[:count].to(vector.held.device)
+        vector.held[gone] = (entries.values[:count] - sent[:count]).to(vector.held.device)
     if vector.mask is not None:
-        vector.mask[gone] = 0.0
-    chosen.note(len(kept), ties, float(values.abs().double().sum()))
+        vector.mask[entries.positions[:count].to(vector.mask.device)] = 0.0
     return count
 
 
@@ -108,5 +141,6 @@ def positions_above(x: Tensor, cut: Cut) -> tuple[Tensor, int]:
 
 def strata_positions(strata: Strata, n: int) -> Tensor:
     """The places that a seed stands for, in ascending order."""
-    places = [_native.stratum_position(strata.seed, j, strata.count, n) for j in range(strata.count)]
-    return torch.tensor(places, dtype=torch.int64)
+    places = torch.empty(strata.count, dtype=torch.int64)
+    _native.strata(strata.seed, strata.count, n, places.data_ptr())
+    return places
