@@ -32,7 +32,15 @@ _PUBLIC = {
     "Drop": "codec.memory",
     "Residual": "codec.memory",
     "MomentumResidual": "codec.memory",
+    "Dense": "exchange.dense",
+    "Gather": "exchange.gather",
+    "ScatterReduce": "exchange.scatter_reduce",
+    "Hierarchical": "exchange.hierarchical",
+    "attach": "ddp",
+    "Link": "link",
+    "merge_states": "states",
     "FrameError": "errors",
+    "LinkError": "errors",
     "ThinwireError": "errors",
 }
 

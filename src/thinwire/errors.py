@@ -14,3 +14,7 @@ class FrameError(ThinwireError, ValueError):
 
 class LabError(ThinwireError):
     """The emulated network cannot be built or used here."""
+
+
+class LinkError(ThinwireError, RuntimeError):
+    """A link cannot be made, or broke: ranks disagree, a peer is gone, replicas differ."""

@@ -101,7 +101,7 @@ class Codec:
                 return name
         at = self.step if step is None else step
         self.step = at + 1
-        vectors = [self.memory.open(g, self._open_slots(name, g)) for name, g in active.items()]
+        vectors = [self.memory.open(g, self.open_slots(name, g)) for name, g in active.items()]
         sections = [i for i, name in enumerate(tensors) if name not in hold]
         return self.choose(list(active), vectors, sections, at)
 
@@ -115,7 +115,8 @@ class Codec:
             raise ValueError(f"{name}: the memory holds another number of elements than the {tensor.numel()} given")
         return tensor.detach().contiguous()
 
-    def _open_slots(self, name: str, gradient: Tensor) -> dict[str, Tensor]:
+    def open_slots(self, name: str, gradient: Tensor) -> dict[str, Tensor]:
+        """The memory's tensors of a parameter, made if they are not there yet."""
         held = self._slots.setdefault(name, {})
         for slot in self.memory.slots:
             tensor = held.get(slot)
@@ -216,6 +217,17 @@ class Codec:
         return outs
 
     # State
+
+    def fresh(self) -> "Codec":
+        """A codec of the same configuration that remembers nothing."""
+        return Codec(
+            self.selection,
+            self.values,
+            self.memory,
+            scope=self.scope,
+            min_numel=self.min_numel,
+            kernels=self.kernels,
+        )
 
     def held(self, name: str) -> dict[str, Tensor]:
         """The memory's tensors of one parameter, flat; empty before its first encode."""

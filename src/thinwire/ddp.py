@@ -1,0 +1,215 @@
+"""attach(): one line that gives a DistributedDataParallel model compressed gradients.
+
+DDP takes a communication hook once and for ever, so that a small dispatcher is registered, which hands buckets to
+the link that is attached, or to DDP's own all-reduce. (No `from __future__ import annotations` here: DDP reads the
+hook's annotations.)
+"""
+
+import datetime
+import logging
+import re
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.codec.codec import Codec
+from thinwire.codec.memory import MomentumResidual
+from thinwire.codec.vectors import DTYPES
+from thinwire.errors import LinkError
+from thinwire.exchange.agree import check_agreement
+from thinwire.exchange.base import Exchange
+from thinwire.exchange.channel import Channel
+from thinwire.exchange.choose import NAMES, choose_exchange
+from thinwire.link import Job, Link
+from thinwire.presets import codec_for
+from thinwire.units import UnitWatch
+
+_log = logging.getLogger("thinwire")
+
+
+class _Dispatcher:
+    """The hook that DDP holds. Bound methods register; other callables and partials do not."""
+
+    def __init__(self, model: DistributedDataParallel, names: dict[int, str]) -> None:
+        self.link: Link | None = None
+        self.units: UnitWatch | None = None
+        self._group: dist.ProcessGroup = model.process_group
+        self._names = names
+        self._begins = True
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        link, begins = self.link, self._begins
+        self._begins = bucket.is_last()
+        if link is None:
+            return default_hooks.allreduce_hook(self._group, bucket)
+        buffer = bucket.buffer()
+        gradients = {
+            self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        }
+        factors = self.units.factors() if begins and self.units is not None else {}
+        job = Job(buffer, gradients, bucket.is_last(), begins, factors, _ready(buffer))
+        return link.submit(job).then(_unwrap)
+
+
+def _unwrap(future: torch.futures.Future[Any]) -> Tensor:
+    """Raising here, and not in the link's thread, is what lets the error surface in loss.backward()."""
+    value = future.value()
+    if isinstance(value, Exception):
+        raise value
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _ready(buffer: Tensor) -> Any:
+    """What the link's thread must wait for before it may read a GPU's gradients."""
+    if not buffer.is_cuda:
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(buffer.device))
+    return event.synchronize
+
+
+def attach(
+    model: nn.Module,
+    codec: Codec | float | str = 0.01,
+    *,
+    exchange: Exchange | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    check_every: int = 0,
+    timeout: float | None = None,
+) -> Link:
+    """Compress a DDP model's gradients from the next backward pass on. Call it on all ranks.
+
+    codec: a density, a Codec, or a preset's name ("percentile90", "dgc", "2bit", ...).
+    exchange: an Exchange, "dense", "gather" or "scatter-reduce"; by default chosen from sizes and ranks.
+    optimizer: keeps the memory consistent when its learning rates change.
+    scaler: a GradScaler; keeps the memory consistent when the loss scale changes.
+    check_every: compare the replicas' parameters every so many steps.
+    timeout: seconds after which a silent peer is an error; default is the process group's.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"attach takes a DistributedDataParallel model, not {type(model).__name__}: wrap it as DDP(model) first"
+        )
+    made = codec_for(codec)
+    parameters = _parameters(model)
+    _check_model(model, parameters)
+    _check_momentum(made, optimizer)
+    dispatcher = _dispatcher(model, parameters)
+    if dispatcher.link is not None:
+        raise LinkError("this model is attached already; call detach() on its link first")
+    sizes = {name: p.numel() for name, p in parameters.items()}
+    device = next(iter(parameters.values())).device
+    limit = datetime.timedelta(seconds=timeout) if timeout is not None else _timeout(model.process_group)
+    channel = Channel(_new_group(model.process_group, None, limit), device)
+    chosen, why = _exchange(exchange, made, sizes, channel.world)
+    check_agreement(channel, _description(made, chosen, parameters))
+
+    def groups(members: list[list[int]]) -> list[Channel]:
+        made_groups = [_new_group(model.process_group, ranks, limit) for ranks in members]
+        return [
+            Channel(group, device) if channel.rank in ranks else channel
+            for group, ranks in zip(made_groups, members, strict=True)
+        ]
+
+    chosen.setup(channel, made, sizes, groups)
+    link = Link(
+        parameters,
+        made,
+        chosen,
+        channel,
+        why=why,
+        check_every=check_every,
+        on_detach=lambda: setattr(dispatcher, "link", None),
+    )
+    dispatcher.link = link
+    dispatcher.units = UnitWatch(parameters, optimizer, scaler)
+    if channel.rank == 0:
+        _log.info("%r attached; %s", link, why)
+    return link
+
+
+def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    return {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
+
+
+def _check_model(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
+    if not parameters:
+        raise ValueError("the model has no parameter that requires a gradient")
+    for name, p in parameters.items():
+        if p.dtype not in DTYPES:
+            raise ValueError(f"{name} is {p.dtype}: thinwire takes float32, float16 and bfloat16 parameters")
+    for name, module in model.module.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(f"{name} gives sparse gradients, which DDP's hooks cannot take: use sparse=False")
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ValueError("DDP's mixed_precision installs a hook of its own: use torch.autocast instead")
+
+
+def _check_momentum(codec: Codec, optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None or not isinstance(codec.memory, MomentumResidual):
+        return
+    if any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
+        warnings.warn(
+            "MomentumResidual applies momentum before sending and the optimizer applies it again: "
+            "use SGD with momentum=0, or the memory Residual()",
+            stacklevel=3,
+        )
+
+
+def _dispatcher(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> _Dispatcher:
+    found = getattr(model, "_thinwire_dispatcher", None)
+    if isinstance(found, _Dispatcher):
+        return found
+    dispatcher = _Dispatcher(model, {id(p): name for name, p in parameters.items()})
+    try:
+        model.register_comm_hook(None, dispatcher.hook)
+    except RuntimeError as error:
+        raise LinkError("the model has a communication hook already; DDP takes only one, for ever") from error
+    model._thinwire_dispatcher = dispatcher  # type: ignore[assignment]
+    return dispatcher
+
+
+def _exchange(what: Exchange | str | None, codec: Codec, sizes: dict[str, int], world: int) -> tuple[Exchange, str]:
+    if isinstance(what, Exchange):
+        return what, "as asked"
+    if what is None:
+        return choose_exchange(codec, sizes, world)
+    if what not in NAMES:
+        raise ValueError(f"no exchange is called {what!r}; there are {', '.join(NAMES)}")
+    return NAMES[what](), "as asked"
+
+
+def _description(codec: Codec, exchange: Exchange, parameters: dict[str, Tensor]) -> dict[str, Any]:
+    # Addresses of functions differ between processes that run the same program.
+    plain = re.sub(r" at 0x[0-9a-f]+", "", f"{codec!r} over {exchange!r}")
+    shapes = [[name, str(list(p.shape)), str(p.dtype)] for name, p in parameters.items()]
+    return {"version": thinwire.__version__, "codec": plain, "parameters": shapes}
+
+
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None) if _is_gloo(group) else None
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, datetime.timedelta) else dist.default_pg_timeout
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return "gloo" in str(dist.get_backend(group))
+
+
+def _new_group(parent: dist.ProcessGroup, ranks: list[int] | None, limit: datetime.timedelta) -> dist.ProcessGroup:
+    """A group of some of the parent's ranks; every rank of the world that has the parent must call it."""
+    members = dist.get_process_group_ranks(parent)
+    chosen = members if ranks is None else [members[r] for r in ranks]
+    group: dist.ProcessGroup = dist.new_group(
+        chosen, timeout=limit, backend=dist.get_backend(parent), use_local_synchronization=True
+    )
+    return group

@@ -1,0 +1,1 @@
+"""Exchanges: how frames become a mean that every rank holds bit for bit."""

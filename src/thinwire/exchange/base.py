@@ -1,0 +1,106 @@
+"""Exchange: the interface between a link and the ways in which frames become a mean.
+
+An exchange gets one bucket of gradients at a time, always in the same order on every rank.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.codec.codec import Codec
+from thinwire.codec.frame import Frame
+from thinwire.exchange.channel import Channel
+
+Groups = Callable[[list[list[int]]], list[Channel]]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients to be averaged together. `outs` are flat float32 CPU tensors that receive the mean."""
+
+    gradients: Mapping[str, Tensor]
+    outs: list[Tensor]
+    step: int
+    hold: frozenset[str]  # parameters that took no part in this step: nothing is sent for them
+
+    @property
+    def numels(self) -> list[int]:
+        return [out.numel() for out in self.outs]
+
+    @property
+    def key(self) -> str:
+        """Names the bucket by what is in it: agreed sizes belong to that, whatever its number."""
+        return f"{next(iter(self.gradients), '')}+{len(self.outs)}+{sum(self.numels)}"
+
+
+@dataclass
+class Outcome:
+    """What came of one bucket. `undo` puts what this rank made known back into its memory."""
+
+    non_finite: list[int] = field(default_factory=list)  # ranks whose gradient was not finite
+    counts: Mapping[str, int] = field(default_factory=dict)  # entries that this rank sent, by parameter
+    compress: float = 0.0
+    decode: float = 0.0
+    undo: Callable[[], None] | None = None
+
+
+class Exchange(ABC):
+    """How everybody's gradients become the mean. One object serves one link."""
+
+    @abstractmethod
+    def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
+        """Called once, on all ranks. `sizes` are all parameters' sizes; `groups` makes channels of some ranks."""
+
+    @abstractmethod
+    def mean(self, bucket: Bucket) -> Outcome:
+        """Write the mean to the bucket's outs, or report ranks that were not finite."""
+
+    def channels(self) -> list[Channel]:
+        """All channels whose traffic is this exchange's."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state."""
+
+
+class AgreedSizes:
+    """Sizes of messages, per bucket, that every rank derives from what every rank has seen.
+
+    A message is a little larger than the largest of the step before, and grows quickly when one was full; entries
+    that do not fit wait in the memory.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, list[int]] = {}
+
+    def get(self, key: str, first: Callable[[], list[int]]) -> list[int]:
+        """The sizes for a bucket; `first` guesses them before anything was seen."""
+        if key not in self.sizes:
+            self.sizes[key] = first()
+        return self.sizes[key]
+
+    def learn(self, key: str, place: int, largest: int) -> None:
+        """Note the largest message of a step, which all ranks know."""
+        size = self.sizes[key][place]
+        full = largest > 0.97 * size
+        self.sizes[key][place] = int(size * 1.3) + 64 if full else int(largest * 1.06) + 64
+
+
+def first_size(codec: Codec, numels: list[int], step: int, share: float = 1.0) -> int:
+    """A generous guess of a frame's size: 30 % more entries than expected."""
+    counts = codec.expected_counts(numels, step)
+    many = [n if n == c else min(n, int(c * 1.3 * share) + 16) for n, c in zip(numels, counts, strict=True)]
+    return codec.frame_bound(numels, many)
+
+
+def padded(frame: Frame, size: int) -> Tensor:
+    """The frame's bytes followed by zeros."""
+    message = frame.data.new_zeros(size)
+    message[: len(frame)] = frame.data
+    return message

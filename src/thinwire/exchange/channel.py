@@ -1,0 +1,72 @@
+"""Channel: the few collectives that exchanges use, on one process group, with their bytes and time counted.
+
+Everything is uint8 of a size that all ranks know beforehand: the one thing that every backend moves.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Channel:
+    """A process group of its own, so that nobody else's collectives can come between ours."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.world = group.size()
+        # Backends of GPUs move only GPU memory; frames themselves are made and read on the CPU.
+        self.device = device if device is not None and dist.get_backend(group) != "gloo" else torch.device("cpu")
+        self.sent = 0
+        self.received = 0
+        self.seconds = 0.0
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        """Everybody's message, in rank order; all are of one size."""
+        size, began = message.numel(), time.perf_counter()
+        out = torch.empty(size * self.world, dtype=torch.uint8, device=self.device)
+        dist.all_gather_into_tensor(out, message.to(self.device), group=self.group)
+        self._count(size * (self.world - 1), size * (self.world - 1), began)
+        return list(out.cpu().view(self.world, size).unbind()) if size else [message] * self.world
+
+    def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """messages[r] goes to rank r; what rank r sent here comes back in place r, in the size of messages[rank]."""
+        began = time.perf_counter()
+        sizes = [m.numel() for m in messages]
+        mine = sizes[self.rank]
+        out = torch.empty(mine * self.world, dtype=torch.uint8, device=self.device)
+        together = torch.cat(list(messages)).to(self.device)
+        dist.all_to_all_single(out, together, [mine] * self.world, sizes, group=self.group)
+        self._count(sum(sizes) - mine, mine * (self.world - 1), began)
+        return list(out.cpu().view(self.world, mine).unbind())
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum in place."""
+        began = time.perf_counter()
+        dist.all_reduce(tensor, group=self.group)
+        volume = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
+        self._count(volume, volume, began)
+
+    def reduce(self, tensor: Tensor, root: int) -> None:
+        """Sum in place on one rank of this group."""
+        began = time.perf_counter()
+        dist.reduce(tensor, dist.get_global_rank(self.group, root), group=self.group)
+        volume = tensor.numel() * tensor.element_size()
+        here = self.rank == root
+        self._count(0 if here else volume, volume * (self.world - 1) if here else 0, began)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Everybody gets one rank's tensor."""
+        began = time.perf_counter()
+        dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group)
+        volume = tensor.numel() * tensor.element_size()
+        here = self.rank == root
+        self._count(volume * (self.world - 1) if here else 0, 0 if here else volume, began)
+
+    def _count(self, sent: int, received: int, began: float) -> None:
+        self.sent += sent
+        self.received += received
+        self.seconds += time.perf_counter() - began

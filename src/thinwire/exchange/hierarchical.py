@@ -1,0 +1,75 @@
+"""Hierarchical: dense within a machine, sparse between machines.
+
+The ranks of a machine add up their gradients over the fast bus; the first of them exchanges with the other
+machines' firsts and hands the mean around. Only the firsts keep a memory.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from thinwire.codec.codec import Codec
+from thinwire.exchange.base import Bucket, Exchange, Groups, Outcome
+from thinwire.exchange.channel import Channel
+from thinwire.exchange.gather import Gather
+
+
+class Hierarchical(Exchange):
+    """`between` is the exchange of the machines; `per_machine` defaults to torchrun's LOCAL_WORLD_SIZE."""
+
+    def __init__(self, between: Exchange | None = None, *, per_machine: int | None = None) -> None:
+        self._between = between if between is not None else Gather()
+        self._size = per_machine if per_machine is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
+        world, size = channel.world, self._size
+        if size < 1 or world % size:
+            raise ValueError(f"Hierarchical needs the same number of ranks on every machine: {world} is not {size} x n")
+        machines = [list(range(first, first + size)) for first in range(0, world, size)]
+        made = groups([*machines, [ranks[0] for ranks in machines]])
+        self._world = world
+        self._inside = made[channel.rank // size]
+        self._leads = channel.rank % size == 0
+        self._outside = made[-1]
+        self._between.setup(self._outside, codec, sizes, groups) if self._leads else None
+
+    def channels(self) -> list[Channel]:
+        return [self._inside, self._outside] if self._leads else [self._inside]
+
+    def mean(self, bucket: Bucket) -> Outcome:
+        inside, numels = self._inside, bucket.numels
+        # 1. The machine's mean, on its first rank, and which of its parameters took part.
+        together = torch.cat([g.reshape(-1).float() for g in bucket.gradients.values()]).to(inside.device)
+        together /= inside.world
+        used = torch.tensor([name not in bucket.hold for name in bucket.gradients], dtype=torch.float32)
+        inside.reduce(together, 0)
+        inside.reduce(used := used.to(inside.device), 0)
+        outcome = Outcome()
+        verdict = torch.zeros(1, device=inside.device)
+        # 2. Between the machines, sparse.
+        if self._leads:
+            parts = dict(zip(bucket.gradients, torch.split(together.cpu(), numels), strict=True))
+            hold = frozenset(name for name, used_by in zip(parts, used.tolist(), strict=True) if not used_by)
+            outcome = self._between.mean(Bucket(parts, bucket.outs, bucket.step, hold))
+            verdict[0] = 1 + outcome.non_finite[0] * inside.world if outcome.non_finite else 0
+            together = torch.cat(bucket.outs).to(inside.device)
+        # 3. The mean, to the machine.
+        inside.broadcast(together, 0)
+        inside.broadcast(verdict, 0)
+        if verdict[0]:
+            outcome.non_finite = [int(verdict[0]) - 1]
+        for out, part in zip(bucket.outs, torch.split(together.cpu(), numels), strict=True):
+            out.copy_(part)
+        return outcome
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._between.state_dict() if self._leads else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._leads and state:
+            self._between.load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return f"Hierarchical({self._between!r}, per_machine={self._size})"

@@ -1,0 +1,181 @@
+"""ScatterReduce: every rank owns a share of the index space; the volume per rank does not grow with the ranks.
+
+Entries go to their owner, which adds them up, selects again and makes the result known. What the second selection
+rejects goes to the owner's own memory: there it counts for the mean as much as it did in the sum.
+"""
+
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codec.codec import Codec, empty_frame
+from thinwire.codec.frame import Frame, FrameReader
+from thinwire.codec.memory import Drop
+from thinwire.codec.parts import Piece, encode_leftover, encode_parts
+from thinwire.codec.selection import RandomK, Threshold
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded
+from thinwire.exchange.channel import Channel
+
+# Smaller tensors have one owner: cutting them up would cost more in headers than it balances.
+_CUT_FROM = 1 << 15
+# Before a result: the largest part that its owner received, and 1 + a rank that was not finite.
+_PREFIX = struct.Struct("<QQ")
+
+
+def share_out(sizes: Mapping[str, int], world: int) -> dict[str, list[tuple[int, int, int]]]:
+    """Who owns what: (owner, begin, end) ranges of every parameter, the same on every rank and for all buckets."""
+    load = [0] * world
+    owners: dict[str, list[tuple[int, int, int]]] = {}
+    for name, n in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        if n >= _CUT_FROM:
+            bounds = [n * r // world for r in range(world + 1)]
+            owners[name] = [(r, bounds[r], bounds[r + 1]) for r in range(world)]
+        else:
+            lightest = load.index(min(load))
+            load[lightest] += n
+            owners[name] = [(lightest, 0, n)]
+    return owners
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A bucket's pieces by owner, and the views of the outs that they are."""
+
+    owned: list[list[Piece]]
+
+    def views(self, outs: Sequence[Tensor], owner: int) -> list[Tensor]:
+        return [outs[p.tensor][p.begin : p.end] for p in self.owned[owner]]
+
+
+class ScatterReduce(Exchange):
+    """All-to-all of parts, a second selection by the owners, all-gather of the results."""
+
+    def __init__(self) -> None:
+        self._parts = AgreedSizes()
+        self._results = AgreedSizes()
+
+    def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
+        self._channel, self._codec = channel, codec
+        self._owners = share_out(sizes, channel.world)
+        # Random positions are the same on all ranks: selecting again would thin out what has no fill-in.
+        selection = Threshold(0.0) if isinstance(codec.selection, RandomK) else codec.selection
+        self._second = Codec(
+            selection, codec.values, Drop(), scope=codec.scope, min_numel=codec.min_numel, kernels=codec.kernels
+        )
+
+    def channels(self) -> list[Channel]:
+        return [self._channel]
+
+    def mean(self, bucket: Bucket) -> Outcome:
+        channel, key, plan = self._channel, bucket.key, self._plan(bucket)
+        numels = bucket.numels
+        budgets = self._parts.get(key, lambda: self._first_parts(bucket, plan))
+        (size,) = self._results.get(key, lambda: [self._first_result(bucket, plan)])
+        # 1. Split what travels by owner; the rest stays in the memory.
+        began = time.perf_counter()
+        parts = encode_parts(self._codec, bucket.gradients, plan.owned, budgets, step=bucket.step, hold=bucket.hold)
+        compress = time.perf_counter() - began
+        # 2. To the owners.
+        received = channel.all_to_all([padded(part, n) for part, n in zip(parts, budgets, strict=True)])
+        # 3. Add up the own share in rank order, select again; what is rejected stays here.
+        began = time.perf_counter()
+        result, news, counts = self._reduce(bucket, plan, received)
+        compress += time.perf_counter() - began
+        # 4. Results, to everybody.
+        prefix = torch.frombuffer(bytearray(_PREFIX.pack(*news)), dtype=torch.uint8)
+        messages = channel.all_gather(torch.cat([prefix, padded(result, size)]))
+        # 5. Read them: the same bits everywhere.
+        began = time.perf_counter()
+        bad = self._read(bucket, plan, messages)
+        decode = time.perf_counter() - began
+        names = list(bucket.gradients)
+        return Outcome(
+            bad, counts, compress, decode, lambda: self._give_back(names, numels, plan.owned[channel.rank], result)
+        )
+
+    def _plan(self, bucket: Bucket) -> _Plan:
+        owned: list[list[Piece]] = [[] for _ in range(self._channel.world)]
+        for i, name in enumerate(bucket.gradients):
+            for owner, begin, end in self._owners[name]:
+                owned[owner].append(Piece(i, begin, end))
+        return _Plan(owned)
+
+    def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
+        """Entries may crowd in one share: room for twice as many as an even spread gives."""
+        numels = bucket.numels
+        return [
+            first_size(self._codec, [min(2 * (p.end - p.begin), numels[p.tensor]) for p in pieces], bucket.step)
+            for pieces in plan.owned
+        ]
+
+    def _first_result(self, bucket: Bucket, plan: _Plan) -> int:
+        return max(first_size(self._second, [p.end - p.begin for p in pieces], bucket.step) for pieces in plan.owned)
+
+    def _reduce(
+        self, bucket: Bucket, plan: _Plan, received: list[Tensor]
+    ) -> tuple[Frame, tuple[int, int], dict[str, int]]:
+        """The own share's result, what its prefix says, and how many entries of each tensor the result has."""
+        names, rank = list(bucket.gradients), self._channel.rank
+        readers = [FrameReader(message, bucket.numels, trailing=True) for message in received]
+        for out in bucket.outs:
+            out.zero_()
+        for reader in readers:
+            reader.add_to(bucket.outs)
+        pieces, views = plan.owned[rank], plan.views(bucket.outs, rank)
+        bad = next((r for r, reader in enumerate(readers) if reader.non_finite), -1)
+        counts: dict[str, int] = {}
+        if bad >= 0:
+            result = empty_frame(str(bad))
+        else:
+            sums = {names[p.tensor]: view for p, view in zip(pieces, views, strict=True)}
+            budget = self._results.sizes[bucket.key][0]
+            result = encode_leftover(self._second, sums, step=bucket.step, budget=budget)
+            counts = dict(zip(sums, result.counts, strict=True))
+        for piece, view in zip(pieces, views, strict=True):
+            name = names[piece.tensor]
+            held = self._codec.open_slots(name, bucket.gradients[name]).get("residual")
+            if held is not None:
+                held[piece.begin : piece.end] += view.to(held.device)
+        return result, (max(reader.length for reader in readers), bad + 1), counts
+
+    def _read(self, bucket: Bucket, plan: _Plan, messages: list[Tensor]) -> list[int]:
+        """Write the mean to the outs; or the ranks that were not finite."""
+        key, world = bucket.key, self._channel.world
+        readers = []
+        bad = set()
+        for owner, message in enumerate(messages):
+            largest, culprit = _PREFIX.unpack(message[: _PREFIX.size].numpy().tobytes())
+            self._parts.learn(key, owner, largest)
+            if culprit:
+                bad.add(culprit - 1)
+            sizes = [p.end - p.begin for p in plan.owned[owner]]
+            readers.append(FrameReader(message[_PREFIX.size :], sizes, trailing=True))
+        self._results.learn(key, 0, max(reader.length for reader in readers))
+        for out in bucket.outs:
+            out.zero_()
+        for owner, reader in enumerate(readers):
+            reader.add_to(plan.views(bucket.outs, owner), 1.0 / world)
+        return sorted(bad)
+
+    def _give_back(self, names: list[str], numels: list[int], pieces: list[Piece], result: Frame) -> None:
+        reader = FrameReader(result, [p.end - p.begin for p in pieces])
+        for section in reader.sections:
+            positions, values = reader.entries(section)
+            piece = pieces[section.id]
+            self._codec.give_back(names[piece.tensor], positions + piece.begin, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": self._parts.sizes, "results": self._results.sizes, "second": self._second.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._parts.sizes = {key: list(sizes) for key, sizes in state["parts"].items()}
+        self._results.sizes = {key: list(sizes) for key, sizes in state["results"].items()}
+        self._second.load_state_dict(state["second"])
+
+    def __repr__(self) -> str:
+        return "ScatterReduce()"
