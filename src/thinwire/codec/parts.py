@@ -7,12 +7,13 @@ that leave in place what the second selection rejects.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from thinwire.codec.codec import Codec, empty_frame, open_writer
+from thinwire.codec.codec import Batch, Codec, empty_frame, open_writer
 from thinwire.codec.frame import Frame
 from thinwire.codec.vectors import Vector
-from thinwire.codec.writing import put_entries, take_entries
+from thinwire.codec.writing import SentEntries, take_entries
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,32 @@ def encode_parts(
     batch = codec.open(tensors, step=step, hold=hold)
     if isinstance(batch, str):
         return [empty_frame(batch) for _ in owned]
+    opened = [open_writer(budget) for budget in budgets]
+    reserves = _reserves(codec, batch, owned)
     native = codec.native_for(batch.vectors)
-    entries = [take_entries(v, c, native=native) for v, c in zip(batch.vectors, batch.chosen, strict=True)]
-    at = {section: i for i, section in enumerate(batch.sections)}
-    frames = []
-    for pieces, budget in zip(owned, budgets, strict=True):
-        active = [piece for piece in pieces if piece.tensor in at]
-        whole = [p.end - p.begin if batch.chosen[at[p.tensor]].whole else 0 for p in active]
-        buffer, writer = open_writer(budget)
-        for piece, reserve in zip(active, codec.reserves(whole), strict=True):
-            i = at[piece.tensor]
-            part = entries[i].between(piece.begin, piece.end)
-            put_entries(writer, codec.place(batch, i, reserve), batch.vectors[i], part)
-        length = writer.finish(0)
-        frames.append(Frame(buffer[:length].clone()))
+    for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
+        entries = take_entries(vector, chosen, native=native)
+        ranges = [(owner, p) for owner, pieces in enumerate(owned) for p in pieces if p.tensor == batch.sections[i]]
+        bounds = torch.tensor([edge for _, piece in ranges for edge in (piece.begin, piece.end)])
+        edges = torch.searchsorted(entries.positions, bounds).tolist()
+        sent = SentEntries(entries)
+        for (owner, piece), low, high in zip(ranges, edges[::2], edges[1::2], strict=True):
+            place = codec.place(batch, i, reserves[owner, piece.tensor])
+            sent.put(opened[owner][1], place, low, high)
+        sent.leave(vector)
     codec.learn(batch)
-    return frames
+    return [Frame(buffer[: writer.finish(0)].clone()) for buffer, writer in opened]
+
+
+def _reserves(codec: Codec, batch: Batch, owned: Sequence[Sequence[Piece]]) -> dict[tuple[int, int], int]:
+    """Bytes that each owner's later pieces need, by owner and tensor."""
+    whole = {section: c.whole for section, c in zip(batch.sections, batch.chosen, strict=True)}
+    reserves = {}
+    for owner, pieces in enumerate(owned):
+        active = [p for p in pieces if p.tensor in whole]
+        needs = codec.reserves([p.end - p.begin if whole[p.tensor] else 0 for p in active])
+        reserves.update({(owner, p.tensor): need for p, need in zip(active, needs, strict=True)})
+    return reserves
 
 
 def encode_leftover(codec: Codec, sums: Mapping[str, Tensor], *, step: int, budget: int) -> Frame:

@@ -18,6 +18,8 @@ from thinwire.codec.vectors import Group
 # Entries above the threshold that a sample should hold: the kept count is then off by about 1/sqrt of this.
 _EXCEED = 1500
 _SAMPLE = 1 << 18
+# Below this size a threshold is found exactly; above it the bins of a histogram are fine enough.
+_SMALL = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ def count_of(density: float, n: int) -> int:
 
 
 def _sampled(group: Group, density: float, step: int) -> float | None:
-    """A sampled threshold, or None where so much of the group would be sampled that exact is as cheap."""
-    wanted = int(_EXCEED / density)
-    if 2 * wanted >= group.n:
+    """A sampled threshold, or None where the group is so small that exact costs nothing."""
+    if group.n < _SMALL:
         return None
-    return group.sampled_thresholds([density], wanted, step)[0]
+    wanted = int(_EXCEED / density)
+    return group.sampled_thresholds([density], group.n if 2 * wanted >= group.n else wanted, step)[0]
 
 
 @dataclass(frozen=True)

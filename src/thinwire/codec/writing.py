@@ -63,7 +63,10 @@ def put_native(writer: _native.Writer, place: Place, vector: Vector, chosen: Cho
 def put_torch(writer: _native.Writer, place: Place, vector: Vector, chosen: Chosen) -> int:
     """The same by torch operations: only the chosen entries leave the device."""
     entries = take_entries(vector.settled(), chosen, native=False)
-    return put_entries(writer, place, vector, entries, chosen.cut)
+    sent = SentEntries(entries)
+    count = sent.put(writer, place, 0, len(entries.values), chosen.cut)
+    sent.leave(vector)
+    return count
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,6 @@ class Entries:
     positions: Tensor
     values: Tensor
     n: int
-
-    def between(self, begin: int, end: int) -> "Entries":
-        """Those whose positions lie in [begin, end)."""
-        low, high = torch.searchsorted(self.positions, torch.tensor([begin, end])).tolist()
-        return Entries(self.positions[low:high], self.values[low:high], self.n)
 
 
 def take_entries(vector: Vector, chosen: Chosen, *, native: bool) -> Entries:
@@ -101,31 +99,44 @@ def take_entries(vector: Vector, chosen: Chosen, *, native: bool) -> Entries:
     return Entries(positions, values, vector.n)
 
 
-def put_entries(
-    writer: _native.Writer, place: Place, vector: Vector, entries: Entries, cut: Cut | Strata | None = None
-) -> int:
-    """Write entries and take what was sent out of the memory; returns how many were sent."""
-    sent = torch.empty_like(entries.values)
-    count = writer.add_entries(
-        place.section,
-        entries.positions.data_ptr(),
-        entries.values.data_ptr(),
-        len(entries.values),
-        entries.n,
-        sent.data_ptr(),
-        isinstance(cut, Strata),
-        cut.seed if isinstance(cut, Strata) else 0,
-        place.values.code,
-        place.values.seed is not None,
-        place.seed,
-        place.reserve,
-    )[0]
-    if vector.held is not None:
-        gone = entries.positions[:count].to(vector.held.device)
-        vector.held[gone] = (entries.values[:count] - sent[:count]).to(vector.held.device)
-    if vector.mask is not None:
-        vector.mask[entries.positions[:count].to(vector.mask.device)] = 0.0
-    return count
+class SentEntries:
+    """Entries on their way into one or several frames; those that found room leave the memory in the end."""
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+        self._sent = torch.empty_like(entries.values)
+        self._gone: list[tuple[int, int]] = []
+
+    def put(self, writer: _native.Writer, place: Place, low: int, high: int, cut: Cut | Strata | None = None) -> int:
+        """Write the entries [low, high) as a section; returns how many found room."""
+        count = writer.add_entries(
+            place.section,
+            self._entries.positions.data_ptr() + 8 * low,
+            self._entries.values.data_ptr() + 4 * low,
+            high - low,
+            self._entries.n,
+            self._sent.data_ptr() + 4 * low,
+            isinstance(cut, Strata),
+            cut.seed if isinstance(cut, Strata) else 0,
+            place.values.code,
+            place.values.seed is not None,
+            place.seed,
+            place.reserve,
+        )[0]
+        self._gone.append((low, low + count))
+        return count
+
+    def leave(self, vector: Vector) -> None:
+        """Take what was sent out of the memory; the rounding error stays in it."""
+        gone = [range(low, high) for low, high in self._gone]
+        positions, values, sent = self._entries.positions, self._entries.values, self._sent
+        if sum(map(len, gone)) < len(values):
+            kept = torch.cat([torch.arange(r.start, r.stop) for r in gone])
+            positions, values, sent = positions[kept], values[kept], sent[kept]
+        if vector.held is not None:
+            vector.held[positions.to(vector.held.device)] = (values - sent).to(vector.held.device)
+        if vector.mask is not None:
+            vector.mask[positions.to(vector.mask.device)] = 0.0
 
 
 def positions_above(x: Tensor, cut: Cut) -> tuple[Tensor, int]:
