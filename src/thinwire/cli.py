@@ -11,6 +11,7 @@ import typer
 
 import thinwire
 from thinwire.errors import ThinwireError
+from thinwire.lab.command import lab_command
 
 app = typer.Typer(
     name="thinwire",
@@ -19,6 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# What follows the command's first word is the command's own, options too.
+app.command("lab", context_settings={"allow_interspersed_args": False})(lab_command)
 
 
 def _version(asked: bool) -> None:

@@ -128,7 +128,9 @@ class Lab:
                 self._shape(list(range(self.hosts)))
             except LabError:
                 self._netem_loss = False
-                raise LabError(f"loss needs nftables or netem, and this system offers neither ({no_nft})") from None
+                raise LabError(
+                    f"loss needs nftables or netem, and this system offers neither ({no_nft})"
+                ) from None
 
     @property
     def _spaces(self) -> Namespaces:
@@ -180,7 +182,11 @@ class Lab:
             "delay": self.delay,
         }
         interface = {f"{user}_SOCKET_IFNAME": INTERFACE for user in ("GLOO", "TP", "NCCL")}
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "THINWIRE_LAB": json.dumps(lab), **interface}
+        return {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "THINWIRE_LAB": json.dumps(lab),
+            **interface,
+        }
 
     def popen(
         self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any

@@ -130,7 +130,9 @@ class Launch:
             jobs = [job for job in self._jobs if job.host == host]
             code = next((job.code for job in jobs if job.code), 0)
             wall = max(job.ended for job in jobs) - min(job.began for job in jobs)
-            hosts.append(HostResult(host, code, wall, sum(job.cpu for job in jobs), traffic[host], tuple(lines)))
+            hosts.append(
+                HostResult(host, code, wall, sum(job.cpu for job in jobs), traffic[host], tuple(lines))
+            )
         wall = max(job.ended for job in self._jobs) - self._began
         return RunResult(*self._verdict(), wall, tuple(hosts))
 

@@ -17,7 +17,11 @@ from thinwire.errors import LabError
 from thinwire.lab.registry import RunFile
 
 _HERE = Path(__file__).parent
-_PYTHON = [sys.executable, "-I", "-S"]  # without site and environment: starts in milliseconds, imports nothing foreign
+_PYTHON = [
+    sys.executable,
+    "-I",
+    "-S",
+]  # without site and environment: starts in milliseconds, imports nothing foreign
 SWITCH = -1
 
 
@@ -48,7 +52,9 @@ class Namespaces:
             self.mode = str(self._answer()["mode"])
         except LabError as error:
             self.close()
-            raise LabError(f"network namespaces are not allowed here ({error}); 'thinwire lab --check' says more") from None
+            raise LabError(
+                f"network namespaces are not allowed here ({error}); 'thinwire lab --check' says more"
+            ) from None
 
     def boot(self, hosts: int) -> None:
         """Create the hosts."""
@@ -62,7 +68,9 @@ class Namespaces:
         """Run ip, tc, bridge or nft in a host (or the SWITCH), fed with lines; raise its complaint."""
         answer = self.ask("run", where=where, argv=argv, text="\n".join(lines) + "\n")
         if answer["code"] != 0:
-            complaint = answer["errors"].splitlines()[0] if answer["errors"] else f"exit code {answer['code']}"
+            complaint = (
+                answer["errors"].splitlines()[0] if answer["errors"] else f"exit code {answer['code']}"
+            )
             raise LabError(f"{argv[0]} failed in the lab: {complaint.removeprefix('Error: ')}")
 
     def ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
