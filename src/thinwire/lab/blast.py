@@ -83,7 +83,9 @@ def udp_blast(address: str, port: int, count: int, per_second: float) -> None:
 
 
 def main(role: str, *arguments: str) -> None:
-    """Play one role: tcp-sink PORT SECONDS, tcp-blast ADDRESS PORT, udp-sink PORT, udp-blast ADDRESS PORT COUNT RATE."""
+    """Play one role: tcp-sink PORT SECONDS, tcp-blast ADDRESS PORT,
+    udp-sink PORT, or udp-blast ADDRESS PORT COUNT RATE.
+    """
     if role == "tcp-sink":
         print(json.dumps(tcp_sink(int(arguments[0]), float(arguments[1]))))
     elif role == "tcp-blast":

@@ -75,7 +75,8 @@ def _abilities(spaces: Namespaces) -> list[Ability]:
         refused = spaces.ask("configure", where=SWITCH, devices=[], settings=shaping.settings())["refused"]
         if refused:
             raise LabError(f"refused: {', '.join(refused)}")
-        return "cubic, no IPv6 chatter"
+        control = spaces.ask("read", where=SWITCH, path="/proc/sys/net/ipv4/tcp_congestion_control")["text"]
+        return f"no IPv6 chatter; TCP congestion control as the machine's: {control.strip()}"
 
     def cable() -> str:
         peer = {0: str(spaces.ask("peer", host=0)["path"])}

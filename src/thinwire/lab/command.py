@@ -1,4 +1,4 @@
-"""The command `thinwire lab`: run anything on emulated hosts, check what works here, clean up after the killed."""
+"""The command `thinwire lab`: run anything on emulated hosts, or check what works here, or clean up."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def lab_command(
     check_only: Annotated[bool, typer.Option("--check", help="Say what works here and why not.")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed labs left.")] = False,
 ) -> int:
-    """Run a command on emulated hosts with shaped links: thinwire lab --hosts 4 --rate 100mbit -- python train.py."""
+    """Run a command on emulated hosts: thinwire lab --hosts 4 --rate 100mbit -- python train.py."""
     if check_only or clean:
         if command or (check_only and clean):
             raise ValueError("--check and --clean stand alone: give no command and only one of them")
@@ -117,7 +117,7 @@ def _host_rate(text: str) -> tuple[int, str]:
 
 
 def _torchrun(command: list[str], lab: Lab, per_host: int) -> list[str]:
-    """Return torchrun's command line; a leading `python` names the interpreter, as torchrun starts its own."""
+    """Return torchrun's command line; a leading `python` names the interpreter to use."""
     first, *rest = command
     if os.path.basename(first).startswith("python"):
         python, script = first, rest

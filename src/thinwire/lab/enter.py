@@ -1,4 +1,4 @@
-"""Starts one command inside an emulated host and stands for it outside: signals go in, the exit status comes out.
+"""Starts a command inside a host and stands for it outside: signals go in, its exit status comes out.
 
 Run by path, with the standard library only: `enter.py INIT_PID CORES COMMAND...`.
 """

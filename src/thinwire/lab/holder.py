@@ -1,7 +1,7 @@
 """The process that a lab's namespaces live and die with: init of the lab's process namespace.
 
-It serves its owner's requests over a socket and ends with its owner; then the kernel kills every process of every
-emulated host, and namespaces that no name pins vanish with them. Run by path, with the standard library only.
+It serves its owner's requests over a socket and ends with its owner; then the kernel kills every process of
+every emulated host, and namespaces that no name pins vanish with them. Run by path, standard library only.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.errors import LabError
 from thinwire.lab import shaping
 from thinwire.lab.counters import Traffic, parse_counters
-from thinwire.lab.launching import Launch, RunResult
+from thinwire.lab.launching import PIPED, Launch, RunResult
 from thinwire.lab.namespaces import SWITCH, Namespaces
 from thinwire.lab.registry import RunFile
 from thinwire.lab.units import Rates, parse_delay, parse_loss, parse_rates
@@ -27,7 +27,7 @@ class Lab:
 
     Args:
         hosts: how many hosts, 1 to 250.
-        rate: of every host's link in tc's notation, `100mbit`, or `20mbit/100mbit` for up/down; None is unshaped.
+        rate: of every host's link in tc's notation: `100mbit`, or `20mbit/100mbit` up/down; None is unshaped.
         loss: share of packets lost between any two hosts: `"1%"` or 0.01.
         delay: one-way delay between any two hosts: `"5ms"` or seconds; needs a kernel with netem.
         host_rates: rates of single hosts that differ from `rate`.
@@ -158,7 +158,7 @@ class Lab:
         return shaping.address(self._checked(host))
 
     def cores(self, host: int) -> list[int]:
-        """Return the host's share of this machine's cores: the same number for every host, apart where possible."""
+        """Return the host's share of this machine's cores: as many as any other's, apart where possible."""
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= self.hosts:
             share = len(cores) // self.hosts
@@ -191,7 +191,7 @@ class Lab:
     def popen(
         self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[Any]":
-        """Start a command on a host; `env` is added to the present environment, `options` go to subprocess.Popen.
+        """Start a command on a host; `env` adds to the present environment, `options` go to subprocess.Popen.
 
         Signals sent to it reach the command's process group; `kill(host)` reaches every process of the host.
         """
@@ -235,7 +235,7 @@ class Lab:
                 ranks = {"RANK": rank, "WORLD_SIZE": self.hosts * per_host, "LOCAL_RANK": local}
                 ranks |= {"LOCAL_WORLD_SIZE": per_host, "GROUP_RANK": host}
                 variables = {**{key: str(value) for key, value in ranks.items()}, **shared, **(env or {})}
-                launch.add(host, lambda options, h=host, v=variables: self.popen(h, argv, env=v, **options))
+                launch.add(host, self.popen(host, argv, env=variables, **PIPED))
             launch.wait()
         finally:
             launch.stop()
@@ -243,7 +243,7 @@ class Lab:
         return launch.result(traffic)
 
     def kill(self, host: int) -> None:
-        """Kill every process of a host at once, as a power failure would; new ones can be started afterwards."""
+        """Kill every process of a host at once, as a power failure would; new ones can be started then."""
         self._spaces.reboot(self._checked(host))
 
     def cut(self, host: int) -> None:

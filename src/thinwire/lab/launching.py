@@ -20,6 +20,7 @@ from thinwire.lab.counters import Traffic
 _KEPT_LINES = 2000
 _PATIENCE = 3.0  # seconds between SIGINT, SIGTERM and SIGKILL
 TIMED_OUT = 124
+PIPED = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,9 @@ class Launch:
         self._failed: _Job | None = None
         self._late: list[int] = []
 
-    def add(self, host: int, start: Callable[[dict[str, Any]], "subprocess.Popen[Any]"]) -> None:
-        """Start one process of a host."""
-        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        job = _Job(host, start(options), time.monotonic())
+    def add(self, host: int, process: "subprocess.Popen[Any]") -> None:
+        """Take over a process that was just started with the options PIPED."""
+        job = _Job(host, process, time.monotonic())
         self._jobs.append(job)
         self._lines.setdefault(host, deque(maxlen=_KEPT_LINES))
         self._running += 1

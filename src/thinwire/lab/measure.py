@@ -74,7 +74,7 @@ def loss(lab: Lab, sender: int, receiver: int, *, count: int = 60_000, per_secon
 
 
 def largest_packet(lab: Lab) -> float:
-    """Return the mean size of the busiest sender's packets: above one frame, shaping acts on super-packets."""
+    """Return the mean size of the busiest sender's packets: above one frame, they would be super-packets."""
     busiest = max(lab.counters(), key=lambda traffic: traffic.sent_bytes)
     return busiest.sent_bytes / max(1, busiest.sent_packets)
 

@@ -71,7 +71,7 @@ class Namespaces:
             complaint = (
                 answer["errors"].splitlines()[0] if answer["errors"] else f"exit code {answer['code']}"
             )
-            raise LabError(f"{argv[0]} failed in the lab: {complaint.removeprefix('Error: ')}")
+            raise LabError(f"{argv[0]} failed in the lab: {complaint.removeprefix('Error: ').rstrip('.')}")
 
     def ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Send one request to the holder and return its answer."""

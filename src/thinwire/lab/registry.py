@@ -46,6 +46,8 @@ class RunFile:
         self.path = directory() / f"{self.name}.json"
         self.hosts_path = directory() / f"{self.name}.hosts"
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        # torch asks for the name behind a mapped address; under the plain name it would be a second address.
+        lines += [f"::ffff:{address} {name}-mapped" for name, address in addresses.items()]
         self.hosts_path.write_text("\n".join(lines) + "\n")
 
     def write(self, holder: int) -> None:

@@ -5,7 +5,6 @@ Pure text in, text out; who runs it, and where, is decided elsewhere.
 
 from collections.abc import Mapping
 
-
 # A full frame without its checksum, as the kernel counts it: 1500 bytes of packet and 14 of Ethernet header.
 FRAME = 1514
 # Smaller buckets lose tokens whenever a timer is late; larger ones let short messages pass unshaped.
@@ -14,9 +13,9 @@ _BURST_FRAMES = 6
 # A queue of 50 ms lets many senders meet at one receiver; a slow link still needs room for some packets.
 _QUEUE_SECONDS = 0.05
 _QUEUE_FRAMES = 100
-# TCP packets that may enter the host's own shaper as one bundle, to be split before they leave the host. One at a
-# time costs four times the processor; eight are fewer bytes than the bucket lets through at once on a fast link, and
-# on a slow one the bucket itself splits what exceeds it.
+# TCP packets that may enter the host's own shaper as one bundle, to be split before they leave the host.
+# One at a time costs four times the processor; eight are fewer bytes than the bucket of a fast link lets
+# through at once, and on a slow link the bucket itself splits what exceeds it.
 _BUNDLE = 8
 # Parts in a million: the finest loss that can be asked for.
 _DICE = 1_000_000
@@ -48,7 +47,7 @@ def queue_lines(device: str, rate: int | None, *, delay: float = 0.0, loss: floa
 def loss_rules(losses: Mapping[int, float]) -> str:
     """Return the nftables ruleset of the switch: a packet suffers the worse of the losses of its two links.
 
-    One random number decides at both ends, so that the same loss on all hosts is the loss between any two of them.
+    One random number decides at both ends, so that the same loss on all hosts is the loss between any two.
     """
     lossy = {host: round(loss * _DICE) for host, loss in losses.items() if loss > 0}
     start = "table bridge thinwire\ndelete table bridge thinwire\n"
@@ -94,7 +93,7 @@ def forwarding_lines(hosts: int) -> list[str]:
 
 
 def host_lines(host: int, hosts: int) -> list[str]:
-    """Return the ip batch lines inside a host: its address, and its neighbours' so that none need be asked for."""
+    """Return the ip batch lines inside a host: its address, and its neighbours' so that nobody asks."""
     lines = ["link set lo up", f"address add {address(host)}/24 dev eth0", "link set eth0 up"]
     return lines + [
         f"neigh replace {address(other)} lladdr {hardware(other)} dev eth0 nud permanent"
@@ -114,10 +113,9 @@ def hardware(host: int) -> str:
 
 
 def settings() -> dict[str, str]:
-    """Return kernel settings of a namespace: no IPv6 chatter, the usual congestion control, no memory of old paths."""
+    """Return kernel settings of a namespace: no IPv6 chatter, no memory of how old connections fared."""
     return {
         "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1",
         "/proc/sys/net/ipv6/conf/default/disable_ipv6": "1",
-        "/proc/sys/net/ipv4/tcp_congestion_control": "cubic",
         "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
     }

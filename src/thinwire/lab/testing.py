@@ -18,7 +18,7 @@ def why_no_lab() -> str | None:
 
 
 def require_lab() -> None:
-    """Skip the calling test without the rights or tools for a lab; with CI=true in the environment, fail it."""
+    """Skip the calling test where no lab can be built; with CI=true in the environment, fail it instead."""
     reason = why_no_lab()
     if reason is None:
         return
