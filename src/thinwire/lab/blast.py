@@ -12,7 +12,7 @@ import time
 _WARM_UP = 1.0  # seconds left out of a goodput: TCP is still finding its pace
 _CHUNK = 1 << 20
 _DATAGRAM = 256
-_SILENCE = 1.5  # seconds without a datagram that end a count
+_SILENCE = 1.0  # seconds without a datagram that end a count
 
 
 def tcp_sink(port: int, seconds: float) -> dict[str, float]:
