@@ -81,7 +81,11 @@ def lab_command(
 
 def _run(lab: Lab, words: list[str], ranks: int, timeout: float | None) -> tuple[RunResult, float]:
     def show(host: int, line: str) -> None:
-        print(f"[h{host}] {line}", flush=True)
+        try:
+            print(f"[h{host}] {line}", flush=True)
+        except BrokenPipeError:  # the reader of our output is gone, as after `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
 
     began = time.monotonic()
     with _ending_on_terminate(), lab:
@@ -138,6 +142,8 @@ def _figures(lab: Lab, command: list[str], result: RunResult, up: float) -> dict
         "command": command,
         "hosts": lab.hosts,
         "rate": str(lab.rate),
+        "loss": lab.loss,
+        "delay_seconds": lab.delay,
         "exit_code": result.exit_code,
         "failure": result.failure,
         "setup_seconds": up,

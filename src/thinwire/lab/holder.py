@@ -177,20 +177,30 @@ def serve(control: socket.socket, owner: int, mode: str, hosts_file: str) -> Non
             answer = {"failed": error.strerror or str(error)}
 
 
+def forget(*paths: str) -> None:
+    """Remove the lab's files, which its owner may no longer be alive to do."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
 def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: str) -> None:
     """Split into the process that the owner waits for and the init that holds the lab."""
     os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    owner = os.pidfd_open(owner_pid)
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:  # killed while we were starting
+        return forget(hosts_file, *leftovers)
     try:
         mode = isolate()
     except OSError as error:
         control.sendall((json.dumps({"failed": error.strerror}) + "\n").encode())
-        return
+        return None
     init = os.fork()
     if init:
         control.close()
         os.waitpid(init, 0)
-        return
+        return None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     kernel.die_with_parent(signal.SIGKILL)
@@ -198,9 +208,7 @@ def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: st
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             serve(control, owner, mode, hosts_file)
     finally:
-        for path in (hosts_file, *leftovers):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        forget(hosts_file, *leftovers)
         os._exit(0)
 
 

@@ -49,12 +49,14 @@ class Lab:
         self._rates = [self.rate] * hosts
         for host, other in (host_rates or {}).items():
             self._rates[self._checked(host)] = parse_rates(other)
-        self._losses = [parse_loss(loss)] * hosts
+        self.loss = parse_loss(loss)
+        self._losses = [self.loss] * hosts
         self._netem_loss = False
         self.delay = parse_delay(delay)
         self._runs = 0
         self._started: list[subprocess.Popen[Any]] = []
         self._namespaces: Namespaces | None = None
+        self._run_file: RunFile | None = None
         self._owner = os.getpid()
 
     def __enter__(self) -> "Lab":
@@ -85,7 +87,8 @@ class Lab:
         if self._namespaces is not None:
             self._namespaces.close()
             self._namespaces = None
-        self._run_file.remove()
+        if self._run_file is not None:
+            self._run_file.remove()
         for process in self._started:  # all dead by now: this only collects them
             process.wait()
         self._started.clear()
@@ -141,6 +144,8 @@ class Lab:
     @property
     def name(self) -> str:
         """The lab's name, unique on this machine while it runs."""
+        if self._run_file is None:
+            raise LabError("the lab has no name before it runs")
         return self._run_file.name
 
     @property
@@ -199,7 +204,7 @@ class Lab:
         options.setdefault("start_new_session", True)  # Ctrl-C is the caller's to pass on
         variables = {**os.environ, **self.environment(host), **(env or {})}
         process = subprocess.Popen(argv, env=variables, **options)
-        self._started.append(process)
+        self._started = [one for one in self._started if one.returncode is None] + [process]
         return process
 
     def run(

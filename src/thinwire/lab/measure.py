@@ -73,7 +73,7 @@ def loss(lab: Lab, sender: int, receiver: int, *, count: int = 60_000, per_secon
     return 1 - (answer["received"] + answer["overrun"]) / count
 
 
-def largest_packet(lab: Lab) -> float:
+def mean_packet(lab: Lab) -> float:
     """Return the mean size of the busiest sender's packets: above one frame, they would be super-packets."""
     busiest = max(lab.counters(), key=lambda traffic: traffic.sent_bytes)
     return busiest.sent_bytes / max(1, busiest.sent_packets)
@@ -91,7 +91,7 @@ def _goodputs() -> Iterator[Figure]:
         expected = bits * _PAYLOAD / FRAME / 1e6
         with Lab(2, rate=rate) as lab:
             measured = [figure / 1e6 for figure in goodput(lab, pairs)]
-            packet = largest_packet(lab)
+            packet = mean_packet(lab)
         how = "both ways at once" if len(pairs) == 2 else "one way"
         for (sender, receiver), figure in zip(pairs, measured, strict=True):
             what = f"TCP goodput h{sender} to h{receiver}, {format_rate(bits)}, {how}"
