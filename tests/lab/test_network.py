@@ -151,6 +151,4 @@ def test_hosts_have_names_and_loopback() -> None:
     )
     with Lab(2) as lab:
         result = lab.run([sys.executable, "-c", script])
-        assert [host.lines for host in result.hosts] == [
-            (f"h{host} {lab.address(1)}", "loopback") for host in range(2)
-        ]
+        assert [host.lines for host in result.hosts] == [(f"h{host} {lab.address(1)}", "loopback") for host in range(2)]

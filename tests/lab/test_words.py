@@ -31,9 +31,7 @@ def test_rates_are_read_as_tc_reads_them(text: str | int | None, bits: int | Non
     assert parse_rate(text) == bits
 
 
-@pytest.mark.parametrize(
-    "text", ["abc", "", "10", "-5mbit", "10mbits", "mbit", "1e9", "nan", "9999tbit", "0"]
-)
+@pytest.mark.parametrize("text", ["abc", "", "10", "-5mbit", "10mbits", "mbit", "1e9", "nan", "9999tbit", "0"])
 def test_bad_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="rate"):
         parse_rate(text)

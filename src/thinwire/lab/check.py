@@ -91,9 +91,7 @@ def _abilities(spaces: Namespaces) -> list[Ability]:
         _attempt("hosts", boot, "the kernel must have process, mount and host name namespaces"),
         _attempt("cables", cable, "install iproute2"),
         _attempt("offloads", offloads, "the kernel must let a veth turn its offloads off"),
-        _attempt(
-            "rate (tbf)", tool(["tc", "-batch", "-"], *rate), "install iproute2; the kernel must have tbf"
-        ),
+        _attempt("rate (tbf)", tool(["tc", "-batch", "-"], *rate), "install iproute2; the kernel must have tbf"),
         _attempt("loss (nftables)", tool(["nft", "-f", "-"], *rules), "install nftables", required=False),
         _attempt(
             "delay (netem)",

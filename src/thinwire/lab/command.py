@@ -23,26 +23,16 @@ from thinwire.lab.launching import RunResult
 
 
 def lab_command(
-    command: Annotated[
-        list[str] | None, typer.Argument(help="The command, after --.", show_default=False)
-    ] = None,
+    command: Annotated[list[str] | None, typer.Argument(help="The command, after --.", show_default=False)] = None,
     hosts: Annotated[int, typer.Option(help="How many emulated hosts.")] = 2,
-    rate: Annotated[
-        str | None, typer.Option(help="Rate of every link in tc's notation: 100mbit, 1gbit.")
-    ] = None,
-    asymmetric: Annotated[
-        str | None, typer.Option(help="Rates UP/DOWN in place of --rate: 20mbit/100mbit.")
-    ] = None,
-    host_rate: Annotated[
-        list[str] | None, typer.Option(help="One host's own rate: 3=50mbit; repeatable.")
-    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Rate of every link in tc's notation: 100mbit, 1gbit.")] = None,
+    asymmetric: Annotated[str | None, typer.Option(help="Rates UP/DOWN in place of --rate: 20mbit/100mbit.")] = None,
+    host_rate: Annotated[list[str] | None, typer.Option(help="One host's own rate: 3=50mbit; repeatable.")] = None,
     loss: Annotated[str | None, typer.Option(help="Packets lost between any two hosts: 1%.")] = None,
     delay: Annotated[str | None, typer.Option(help="One-way delay, where the kernel has netem: 5ms.")] = None,
     per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
     torchrun: Annotated[bool, typer.Option("--torchrun", help="Start torchrun on every host.")] = False,
-    timeout: Annotated[
-        float | None, typer.Option(min=0, help="Stop after so many seconds (exit 124).")
-    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Stop after so many seconds (exit 124).")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write time and traffic per host.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No summary on stderr.")] = False,
     check_only: Annotated[bool, typer.Option("--check", help="Say what works here and why not.")] = False,

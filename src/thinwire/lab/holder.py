@@ -61,9 +61,7 @@ class Holder:
         """Run an administration command (ip, tc, nft, bridge) inside a namespace."""
         kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
         try:
-            done = subprocess.run(
-                argv, input=text, capture_output=True, text=True, pass_fds=tuple(self._nets.values())
-            )
+            done = subprocess.run(argv, input=text, capture_output=True, text=True, pass_fds=tuple(self._nets.values()))
         except FileNotFoundError:
             return {"code": 127, "errors": f"the program '{argv[0]}' is not installed"}
         return {"code": done.returncode, "output": done.stdout, "errors": done.stderr.strip()}

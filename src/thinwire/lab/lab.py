@@ -131,9 +131,7 @@ class Lab:
                 self._shape(list(range(self.hosts)))
             except LabError:
                 self._netem_loss = False
-                raise LabError(
-                    f"loss needs nftables or netem, and this system offers neither ({no_nft})"
-                ) from None
+                raise LabError(f"loss needs nftables or netem, and this system offers neither ({no_nft})") from None
 
     @property
     def _spaces(self) -> Namespaces:

@@ -63,9 +63,7 @@ class _Job:
 class Launch:
     """The processes of one run."""
 
-    def __init__(
-        self, *, timeout: float | None, output: Callable[[int, str], None] | None, grace: float
-    ) -> None:
+    def __init__(self, *, timeout: float | None, output: Callable[[int, str], None] | None, grace: float) -> None:
         self._timeout = timeout
         self._output = output
         self._grace = grace
@@ -130,9 +128,7 @@ class Launch:
             jobs = [job for job in self._jobs if job.host == host]
             code = next((job.code for job in jobs if job.code), 0)
             wall = max(job.ended for job in jobs) - min(job.began for job in jobs)
-            hosts.append(
-                HostResult(host, code, wall, sum(job.cpu for job in jobs), traffic[host], tuple(lines))
-            )
+            hosts.append(HostResult(host, code, wall, sum(job.cpu for job in jobs), traffic[host], tuple(lines)))
         wall = max(job.ended for job in self._jobs) - self._began
         return RunResult(*self._verdict(), wall, tuple(hosts))
 

@@ -68,9 +68,7 @@ class Namespaces:
         """Run ip, tc, bridge or nft in a host (or the SWITCH), fed with lines; raise its complaint."""
         answer = self.ask("run", where=where, argv=argv, text="\n".join(lines) + "\n")
         if answer["code"] != 0:
-            complaint = (
-                answer["errors"].splitlines()[0] if answer["errors"] else f"exit code {answer['code']}"
-            )
+            complaint = answer["errors"].splitlines()[0] if answer["errors"] else f"exit code {answer['code']}"
             raise LabError(f"{argv[0]} failed in the lab: {complaint.removeprefix('Error: ').rstrip('.')}")
 
     def ask(self, operation: str, **arguments: Any) -> dict[str, Any]:

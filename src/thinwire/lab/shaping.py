@@ -31,9 +31,7 @@ def bucket(rate: int) -> str:
 def queue_lines(device: str, rate: int | None, *, delay: float = 0.0, loss: float = 0.0) -> list[str]:
     """Return the tc batch lines that shape what leaves a device; delay and loss here are netem's."""
     if not delay and not loss:
-        return [
-            f"qdisc replace dev {device} root {f'handle 1: {bucket(rate)}' if rate else 'handle 2: noqueue'}"
-        ]
+        return [f"qdisc replace dev {device} root {f'handle 1: {bucket(rate)}' if rate else 'handle 2: noqueue'}"]
     # Packets waiting out the delay must fit, or netem drops what it should only hold.
     waiting = 1000 + round((rate or 10**10) / 8 / FRAME * delay)
     how = f"netem limit {waiting}"
@@ -53,9 +51,7 @@ def loss_rules(losses: Mapping[int, float]) -> str:
     start = "table bridge thinwire\ndelete table bridge thinwire\n"
     if not lossy:
         return start
-    chains = "".join(
-        f" chain host{host} {{ meta mark < {parts} drop; }}\n" for host, parts in sorted(lossy.items())
-    )
+    chains = "".join(f" chain host{host} {{ meta mark < {parts} drop; }}\n" for host, parts in sorted(lossy.items()))
     ports = ", ".join(f'"h{host}" : jump host{host}' for host in sorted(lossy))
     return (
         f"{start}table bridge thinwire {{\n{chains}"

@@ -32,9 +32,7 @@ def parse_rate(text: str | int | None) -> int | None:
         return None
     match = _RATE.fullmatch(str(text).strip().lower())
     if not match:
-        raise ValueError(
-            f"the rate '{text}' is not understood; write it as tc does: 10mbit, 1gbit, 500kbit, none"
-        )
+        raise ValueError(f"the rate '{text}' is not understood; write it as tc does: 10mbit, 1gbit, 500kbit, none")
     number, prefix, unit = match.groups()
     bits = float(number) * _PREFIXES[prefix or ""] * (8 if unit == "bps" else 1)
     if not _SLOWEST <= bits <= _FASTEST:
@@ -72,9 +70,7 @@ def parse_loss(loss: str | float | None) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= 1 or (isinstance(loss, str) and not loss.strip().endswith("%")):
-        raise ValueError(
-            f"the loss '{loss}' is not understood; write a percentage from 0% to 100%, such as 1%"
-        )
+        raise ValueError(f"the loss '{loss}' is not understood; write a percentage from 0% to 100%, such as 1%")
     return value
 
 
@@ -88,7 +84,5 @@ def parse_delay(delay: str | float | None) -> float:
     else:
         value = float(delay)
     if not 0 <= value <= 60:
-        raise ValueError(
-            f"the delay '{delay}' is not understood; write a time up to 60s, such as 5ms or 200us"
-        )
+        raise ValueError(f"the delay '{delay}' is not understood; write a time up to 60s, such as 5ms or 200us")
     return value
