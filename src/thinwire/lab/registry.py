@@ -38,6 +38,10 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def _space() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
 class RunFile:
     """The run file of one lab and the hosts file beside it."""
 
@@ -53,7 +57,7 @@ class RunFile:
     def write(self, holder: int) -> None:
         """Record who owns the lab and who holds it."""
         owner = os.getpid()
-        entry = {"owner": [owner, started(owner)], "holder": [holder, started(holder)], "began": time.time()}
+        entry = {"owner": [owner, started(owner)], "holder": [holder, started(holder)], "space": _space()}
         self.path.write_text(json.dumps(entry))
 
     def remove(self) -> None:
@@ -71,7 +75,8 @@ def _entries() -> Iterator[tuple[Path, dict[str, Any]]]:
             pid = int(path.name[2:].partition("-")[0])
             age = time.time() - path.stat().st_mtime
             entry = {"owner": [pid, started(pid) if age < 60 else None]}
-        yield path, entry
+        if entry.get("space", _space()) == _space():  # elsewhere, process numbers mean other processes
+            yield path, entry
 
 
 def _alive(process: list[int] | None) -> bool:
