@@ -10,6 +10,7 @@ import typer
 
 import thinwire
 from thinwire.errors import ThinwireError
+from thinwire.lab.command import lab_command
 
 app = typer.Typer(
     name="thinwire",
@@ -18,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# What follows the command's first word is the command's own, options too.
+app.command("lab", context_settings={"allow_interspersed_args": False})(lab_command)
 
 # Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

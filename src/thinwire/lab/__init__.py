@@ -1,1 +1,11 @@
-"""The lab: emulated hosts with shaped links on one Linux machine."""
+"""The lab: emulated hosts with shaped links on one Linux machine.
+
+Any command runs on N hosts, each with its own address and link, over the kernel's real TCP/IP stack.
+"""
+
+from thinwire.lab.counters import Traffic
+from thinwire.lab.lab import Lab
+from thinwire.lab.launching import HostResult, RunResult
+from thinwire.lab.units import Rates
+
+__all__ = ["HostResult", "Lab", "Rates", "RunResult", "Traffic"]

@@ -1,0 +1,104 @@
+"""The labs of this user on this machine: one small file each, so that a killed one can be found and cleaned.
+
+A process is known by its number and its start time, so that a number used again is not mistaken for it.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import LabError
+
+
+def directory() -> Path:
+    """Return the directory of run files, made private to the user."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if not base or not os.access(base, os.W_OK):
+        base = tempfile.gettempdir()
+    path = Path(base) / f"thinwire-lab-{os.geteuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.geteuid() or path.is_symlink():
+        raise LabError(f"the directory {path} belongs to another user; remove it or set XDG_RUNTIME_DIR")
+    return path
+
+
+def started(pid: int) -> int | None:
+    """Return the start time of a living process in clock ticks, or None."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _space() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+class RunFile:
+    """The run file of one lab and the hosts file beside it."""
+
+    def __init__(self, addresses: dict[str, str]) -> None:
+        self.name = f"tw{os.getpid()}-{secrets.token_hex(3)}"
+        self.path = directory() / f"{self.name}.json"
+        self.hosts_path = directory() / f"{self.name}.hosts"
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        # torch asks for the name behind a mapped address; under the plain name it would be a second address.
+        lines += [f"::ffff:{address} {name}-mapped" for name, address in addresses.items()]
+        self.hosts_path.write_text("\n".join(lines) + "\n")
+
+    def write(self, holder: int) -> None:
+        """Record who owns the lab and who holds it."""
+        owner = os.getpid()
+        entry = {"owner": [owner, started(owner)], "holder": [holder, started(holder)], "space": _space()}
+        self.path.write_text(json.dumps(entry))
+
+    def remove(self) -> None:
+        """Forget the lab."""
+        self.path.unlink(missing_ok=True)
+        self.hosts_path.unlink(missing_ok=True)
+
+
+def _entries() -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in sorted(directory().glob("tw*.hosts")):
+        entry: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            entry = json.loads(path.with_suffix(".json").read_text())
+        if not entry:  # killed before it could write its run file: the name still says who it was
+            pid = int(path.name[2:].partition("-")[0])
+            age = time.time() - path.stat().st_mtime
+            entry = {"owner": [pid, started(pid) if age < 60 else None]}
+        if entry.get("space", _space()) == _space():  # elsewhere, process numbers mean other processes
+            yield path, entry
+
+
+def _alive(process: list[int] | None) -> bool:
+    return process is not None and process[1] is not None and started(process[0]) == process[1]
+
+
+def clean() -> list[str]:
+    """Remove the labs whose owner is dead; return their names."""
+    removed = []
+    for path, entry in _entries():
+        if _alive(entry.get("owner")):
+            continue
+        holder = entry.get("holder")
+        if holder and _alive(holder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(holder[0], signal.SIGKILL)
+        path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)
+        removed.append(path.stem)
+    return removed
+
+
+def living() -> list[str]:
+    """Return the names of labs whose owner is alive."""
+    return [path.stem for path, entry in _entries() if _alive(entry.get("owner"))]

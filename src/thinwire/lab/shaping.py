@@ -1,0 +1,117 @@
+"""What tc and nft are told: a token bucket per direction, one random number per packet for loss.
+
+Pure text in, text out; who runs it, and where, is decided elsewhere.
+"""
+
+from collections.abc import Mapping
+
+# A full frame without its checksum, as the kernel counts it: 1500 bytes of packet and 14 of Ethernet header.
+FRAME = 1514
+# Smaller buckets lose tokens whenever a timer is late; larger ones let short messages pass unshaped.
+_BURST_SECONDS = 0.001
+_BURST_FRAMES = 6
+# A queue of 50 ms lets many senders meet at one receiver; a slow link still needs room for some packets.
+_QUEUE_SECONDS = 0.05
+_QUEUE_FRAMES = 100
+# TCP packets that may enter the host's own shaper as one bundle, to be split before they leave the host.
+# One at a time, two shared cores carried 265 Mbit/s where eight carried 935. Eight are fewer bytes than the
+# bucket of a fast link lets through at once, and on a slow link the bucket itself splits what exceeds it.
+_BUNDLE = 8
+# Parts in a million: the finest loss that can be asked for.
+_DICE = 1_000_000
+
+
+def bucket(rate: int) -> str:
+    """Return the tbf arguments for a rate in bits per second."""
+    burst = max(_BURST_FRAMES * FRAME, round(rate / 8 * _BURST_SECONDS))
+    queue = max(_QUEUE_FRAMES * FRAME, round(rate / 8 * _QUEUE_SECONDS))
+    return f"tbf rate {rate}bit burst {burst} limit {queue + burst}"
+
+
+def queue_lines(device: str, rate: int | None, *, delay: float = 0.0, loss: float = 0.0) -> list[str]:
+    """Return the tc batch lines that shape what leaves a device; delay and loss here are netem's."""
+    if not delay and not loss:
+        return [f"qdisc replace dev {device} root {f'handle 1: {bucket(rate)}' if rate else 'handle 2: noqueue'}"]
+    # Packets waiting out the delay must fit, or netem drops what it should only hold.
+    waiting = 1000 + round((rate or 10**10) / 8 / FRAME * delay)
+    how = f"netem limit {waiting}"
+    how += f" delay {round(delay * 1e6)}us" if delay else ""
+    how += f" loss {loss * 100:g}%" if loss else ""
+    lines = [f"qdisc replace dev {device} root handle 3: {how}"]
+    inner = f"handle 4: {bucket(rate)}" if rate else "handle 5: pfifo limit 1000"
+    return [*lines, f"qdisc replace dev {device} parent 3:1 {inner}"]
+
+
+def loss_rules(losses: Mapping[int, float]) -> str:
+    """Return the nftables ruleset of the switch: a packet suffers the worse of the losses of its two links.
+
+    One random number decides at both ends, so that the same loss on all hosts is the loss between any two.
+    """
+    lossy = {host: round(loss * _DICE) for host, loss in losses.items() if loss > 0}
+    start = "table bridge thinwire\ndelete table bridge thinwire\n"
+    if not lossy:
+        return start
+    chains = "".join(f" chain host{host} {{ meta mark < {parts} drop; }}\n" for host, parts in sorted(lossy.items()))
+    ports = ", ".join(f'"h{host}" : jump host{host}' for host in sorted(lossy))
+    return (
+        f"{start}table bridge thinwire {{\n{chains}"
+        " chain forward {\n"
+        "  type filter hook forward priority 0; policy accept;\n"
+        f"  meta mark set numgen random mod {_DICE}\n"
+        f"  iifname vmap {{ {ports} }}\n"
+        f"  oifname vmap {{ {ports} }}\n"
+        " }\n}\n"
+    )
+
+
+def switch_lines(peers: Mapping[int, str]) -> list[str]:
+    """Return the ip batch lines that build the switch and one cable to each host's namespace."""
+    lines = ["link add switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0", "link set switch up"]
+    for host, path in peers.items():
+        # TCP builds super-packets even where a device has no offloads, unless their size is limited.
+        lines += [
+            f"link add h{host} gso_max_segs 1 type veth peer name eth0 gso_max_segs {_BUNDLE}"
+            f" address {hardware(host)} netns {path}",
+            f"link set h{host} master switch up",
+        ]
+    return lines
+
+
+def forwarding_lines(hosts: int) -> list[str]:
+    """Return the bridge batch lines that tell the switch where each host is, so that nothing is flooded."""
+    lines = []
+    for host in range(hosts):
+        lines += [
+            f"link set dev h{host} learning off flood off mcast_flood off",
+            f"fdb add {hardware(host)} dev h{host} master static",
+        ]
+    return lines
+
+
+def host_lines(host: int, hosts: int) -> list[str]:
+    """Return the ip batch lines inside a host: its address, and its neighbours' so that nobody asks."""
+    lines = ["link set lo up", f"address add {address(host)}/24 dev eth0", "link set eth0 up"]
+    return lines + [
+        f"neigh replace {address(other)} lladdr {hardware(other)} dev eth0 nud permanent"
+        for other in range(hosts)
+        if other != host
+    ]
+
+
+def address(host: int) -> str:
+    """Return a host's address, which exists inside the lab only."""
+    return f"10.77.0.{host + 1}"
+
+
+def hardware(host: int) -> str:
+    """Return a host's Ethernet address (locally administered)."""
+    return f"02:77:00:00:00:{host + 1:02x}"
+
+
+def settings() -> dict[str, str]:
+    """Return kernel settings of a namespace: no IPv6 chatter, no memory of how old connections fared."""
+    return {
+        "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1",
+        "/proc/sys/net/ipv6/conf/default/disable_ipv6": "1",
+        "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
+    }
