@@ -108,5 +108,6 @@ def positions_above(x: Tensor, cut: Cut) -> tuple[Tensor, int]:
 
 def strata_positions(strata: Strata, n: int) -> Tensor:
     """The places that a seed stands for, in ascending order."""
-    places = [_native.stratum_position(strata.seed, j, strata.count, n) for j in range(strata.count)]
-    return torch.tensor(places, dtype=torch.int64)
+    places = torch.empty(strata.count, dtype=torch.int64)
+    _native.strata_positions(strata.seed, strata.count, n, places.data_ptr())
+    return places
