@@ -23,6 +23,9 @@ constexpr uint8_t kFormats = 7;
 constexpr size_t kBlock = 512;
 
 inline float magnitude(float x) { return std::bit_cast<float>(std::bit_cast<uint32_t>(x) & 0x7fffffffu); }
+// Sums of finite values stay finite: a memory must never hold an infinity.
+constexpr float kMost = 0x1.fffffep127f;
+inline float saturate(float x) { return x > kMost ? kMost : x < -kMost ? -kMost : x; }
 inline uint32_t magnitude_bits(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffffu; }
 
 // splitmix64: a counter in, 64 well-mixed bits out; the twin in torch computes the same.
@@ -39,9 +42,9 @@ inline float from_float16(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16;
   const uint32_t rest = h & 0x7fffu;
   if (rest >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | ((rest & 0x3ffu) << 13));
-  // Multiplying by 2^112 moves the exponent's bias and makes subnormals normal, exactly.
-  const float scaled = std::bit_cast<float>(rest << 13) * 0x1p112f;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
+  // A subnormal half is a whole number of 2^-24: no float32 subnormal occurs, which a thread may be set to flush.
+  const uint32_t small = std::bit_cast<uint32_t>(float(int(rest)) * 0x1p-24f);
+  return std::bit_cast<float>(sign | (rest < 0x400u ? small : (rest << 13) + 0x38000000u));
 }
 
 // To nearest, ties to even; what is beyond the largest finite value becomes that value.

@@ -32,17 +32,25 @@ Vector vector_of(const Described& d) {
   return {source_of(std::get<0>(d), std::get<1>(d), std::get<2>(d), std::get<3>(d)), std::get<4>(d)};
 }
 
+std::vector<Vector> vectors_of(const std::vector<Described>& described) {
+  std::vector<Vector> vectors;
+  for (const auto& d : described) vectors.push_back(vector_of(d));
+  return vectors;
+}
+
 std::tuple<uint64_t, uint64_t, uint64_t, double> plain(const Written& w) {
   return {w.sent, w.selected, w.ties, w.magnitudes};
 }
 
 void bind_statistics(nb::module_& m) {
-  m.attr("BINS") = kBins;
-  m.def("histogram", [](const Described& d, uint64_t wanted, uint64_t seed, Address counts) {
+  m.def("sampled_thresholds", [](const std::vector<Described>& described, const std::vector<double>& densities,
+                                 uint64_t wanted, uint64_t seed) {
     nb::gil_scoped_release release;
-    return histogram(vector_of(d), wanted, seed, at<uint32_t>(counts));
+    std::vector<std::tuple<float, double>> found;
+    for (const auto& t : sampled_thresholds(vectors_of(described), densities, wanted, seed))
+      found.emplace_back(t.value, t.above);
+    return found;
   });
-  m.def("threshold_of", [](Address counts, double above) { return threshold_of(at<const uint32_t>(counts), above); });
   m.def("moments", [](const Described& d, uint64_t wanted, uint64_t seed) {
     nb::gil_scoped_release release;
     const Moments s = moments(vector_of(d), wanted, seed);
@@ -50,9 +58,7 @@ void bind_statistics(nb::module_& m) {
   });
   m.def("select", [](const std::vector<Described>& described, uint64_t rank) {
     nb::gil_scoped_release release;
-    std::vector<Vector> vectors;
-    for (const auto& d : described) vectors.push_back(vector_of(d));
-    const OrderStatistic s = select(vectors, rank);
+    const OrderStatistic s = select(vectors_of(described), rank);
     return std::tuple(s.value, s.greater, s.equal);
   });
   m.def("collect_above", [](const Described& d, float threshold, Address out, uint64_t capacity) {
@@ -63,10 +69,6 @@ void bind_statistics(nb::module_& m) {
     nb::gil_scoped_release release;
     const uint64_t n = collect_entries(vector_of(d), threshold, &ties, at<uint64_t>(positions), at<float>(values));
     return std::tuple(n, ties);
-  });
-  m.def("strata", [](uint64_t seed, uint64_t count, uint64_t n, Address positions) {
-    nb::gil_scoped_release release;
-    for (uint64_t j = 0; j < count; ++j) at<uint64_t>(positions)[j] = stratum_position(seed, j, count, n);
   });
   m.def("all_zero", [](Address data, int dtype, size_t n) {
     nb::gil_scoped_release release;
@@ -146,10 +148,12 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("non_finite", [](const Reader& r) { return (r.flags() & kNonFinite) != 0; })
       .def("add",
            [](const Reader& r, const Section& s, Address out, float weight) {
+             if (!r.owns(s)) throw std::invalid_argument("the section belongs to another frame");
              nb::gil_scoped_release release;
              r.add(s, at<float>(out), weight);
            })
       .def("entries", [](const Reader& r, const Section& s, Address positions, Address values) {
+        if (!r.owns(s)) throw std::invalid_argument("the section belongs to another frame");
         nb::gil_scoped_release release;
         r.entries(s, at<uint64_t>(positions), at<float>(values));
       });
@@ -167,7 +171,10 @@ NB_MODULE(_native, m) {
     return crc32c(0, at<const uint8_t>(data), size);
   });
   m.def("mix", &mix);
-  m.def("stratum_position", &stratum_position);
+  m.def("strata_positions", [](uint64_t seed, uint64_t count, uint64_t n, Address out) {
+    nb::gil_scoped_release release;
+    for (uint64_t j = 0; j < count; ++j) at<uint64_t>(out)[j] = stratum_position(seed, j, count, n);
+  });
   bind_statistics(m);
   bind_memory(m);
   bind_writer(m);

@@ -103,7 +103,7 @@ class BitReader {
  public:
   BitReader(const uint8_t* in, const uint8_t* end) : at_(in), end_(end) { refill(); }
   void refill() {
-    if (at_ + 8 <= end_) {
+    if (end_ - at_ >= 8) {
       uint64_t word;
       std::memcpy(&word, at_, 8);
       word_ |= word << held_;

@@ -34,6 +34,7 @@ class Reader::Cursor {
     for (unsigned shift = 0; shift < 64; shift += 7) {
       const uint8_t b = byte(what);
       if (shift == 63 && b > 1) break;
+      if (shift && b == 0) throw FrameFault(std::string("a number is not in its shortest form in ") + what);
       x |= uint64_t(b & 127) << shift;
       if (b < 128) return x;
     }

@@ -26,6 +26,7 @@ class Reader {
   uint8_t flags() const { return flags_; }
   size_t length() const { return length_; }
 
+  bool owns(const Section& s) const { return &s >= sections_.data() && &s < sections_.data() + sections_.size(); }
   // out[position] += weight * value for one section.
   void add(const Section&, float* out, float weight) const;
   void entries(const Section&, uint64_t* positions, float* values) const;

@@ -15,7 +15,7 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
   for (size_t i = 0; i < length; ++i) {
     float x = Load<D>::at(g, i);
     if constexpr (Memory) {
-      x = s.decay == 1.0f ? r[i] + x : r[i] * s.decay + x;
+      x = saturate(s.decay == 1.0f ? r[i] + x : r[i] * s.decay + x);
       r[i] = x;
     }
     offsets[kept] = uint32_t(i);
@@ -26,7 +26,10 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
 }
 
 #if defined(__x86_64__)
-bool cpu_has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+bool cpu_has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt") &&
+         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+}
 #else
 bool cpu_has_avx2() { return false; }
 #endif
@@ -62,9 +65,9 @@ void accumulate(const Source& s, size_t n) {
     const auto* g = static_cast<const typename Load<D>::type*>(s.gradient);
     float* r = s.memory;
     if (s.decay == 1.0f)
-      for (size_t i = 0; i < n; ++i) r[i] = r[i] + Load<D>::at(g, i);
+      for (size_t i = 0; i < n; ++i) r[i] = saturate(r[i] + Load<D>::at(g, i));
     else
-      for (size_t i = 0; i < n; ++i) r[i] = r[i] * s.decay + Load<D>::at(g, i);
+      for (size_t i = 0; i < n; ++i) r[i] = saturate(r[i] * s.decay + Load<D>::at(g, i));
   });
 }
 
@@ -74,13 +77,13 @@ void accumulate_momentum(const void* gradient, Dtype dtype, size_t n, float* u, 
     if (nesterov)
       for (size_t i = 0; i < n; ++i) {
         const float x = Load<D>::at(g, i);
-        u[i] = (u[i] + x) * m;
-        v[i] = v[i] + (u[i] + x);
+        u[i] = saturate(u[i] + x) * m;
+        v[i] = saturate(v[i] + (u[i] + x));
       }
     else
       for (size_t i = 0; i < n; ++i) {
-        u[i] = u[i] * m + Load<D>::at(g, i);
-        v[i] = v[i] + u[i];
+        u[i] = saturate(u[i] * m + Load<D>::at(g, i));
+        v[i] = saturate(v[i] + u[i]);
       }
   });
 }

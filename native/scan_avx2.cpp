@@ -38,7 +38,8 @@ inline __m256 accumulate8(const Source& s, size_t i, __m256 decay) {
   if constexpr (Memory) {
     __m256 r = _mm256_loadu_ps(s.memory + i);
     if constexpr (Decay) r = _mm256_mul_ps(r, decay);
-    x = _mm256_add_ps(r, x);
+    const __m256 most = _mm256_set1_ps(kMost), least = _mm256_set1_ps(-kMost);
+    x = _mm256_max_ps(_mm256_min_ps(_mm256_add_ps(r, x), most), least);
     _mm256_storeu_ps(s.memory + i, x);
   }
   return x;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 namespace thinwire {
 namespace {
@@ -14,7 +15,7 @@ template <Dtype D, bool Memory>
 inline float element(const Source& s, size_t i) {
   const float x = Load<D>::at(static_cast<const typename Load<D>::type*>(s.gradient), i);
   if constexpr (!Memory) return x;
-  return s.decay == 1.0f ? s.memory[i] + x : s.memory[i] * s.decay + x;
+  return saturate(s.decay == 1.0f ? s.memory[i] + x : s.memory[i] * s.decay + x);
 }
 
 // Calls visit(begin, end) for the whole vector, or for one line at a random place of each stratum. Lines are fetched
@@ -56,27 +57,57 @@ auto with_source(const Source& s, F&& f) {
 
 }  // namespace
 
-uint64_t histogram(const Vector& v, uint64_t wanted, uint64_t seed, uint32_t* counts) {
-  uint64_t taken = 0;
-  with_source(v.source, [&]<Dtype D, bool Memory>() {
-    const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
-    for_sample(v.n, wanted, seed, prefetch, [&](size_t begin, size_t end) {
-      for (size_t i = begin; i < end; ++i) ++counts[magnitude_bits(element<D, Memory>(v.source, i)) >> kBinShift];
-      taken += end - begin;
+namespace {
+
+// Calls visit(bits of the magnitude) for each sampled element; the same seed gives the same sample.
+template <class Visit>
+void for_magnitudes(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, Visit&& visit) {
+  uint64_t all = 0;
+  for (const Vector& v : vectors) all += v.n;
+  for (size_t j = 0; j < vectors.size(); ++j) {
+    const Vector& v = vectors[j];
+    const uint64_t share = all ? uint64_t(std::ceil(double(wanted) * double(v.n) / double(all))) : 0;
+    with_source(v.source, [&]<Dtype D, bool Memory>() {
+      const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
+      for_sample(v.n, share, mix(seed + j), prefetch, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) visit(magnitude_bits(element<D, Memory>(v.source, i)));
+      });
     });
-  });
-  return taken;
+  }
 }
 
-float threshold_of(const uint32_t* counts, double above) {
-  double seen = 0;
-  for (size_t bin = kBins; bin-- > 0;) {
-    if (counts[bin] == 0 || (seen += counts[bin]) <= above) continue;
-    const float low = std::bit_cast<float>(uint32_t(bin) << kBinShift);
-    const float high = std::bit_cast<float>((uint32_t(bin) + 1) << kBinShift);
-    return float(low + (high - low) * ((seen - above) / counts[bin]));
+}  // namespace
+
+std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vectors,
+                                                 const std::vector<double>& densities, uint64_t wanted,
+                                                 uint64_t seed) {
+  std::vector<uint32_t> counts(kBins);
+  for_magnitudes(vectors, wanted, seed, [&](uint32_t bits) { ++counts[bits >> kBinShift]; });
+  uint64_t taken = 0;
+  for (const uint32_t count : counts) taken += count;
+  std::vector<SampledThreshold> found;
+  for (const double density : densities) {
+    const auto rank = uint64_t(density * double(taken));
+    if (rank >= taken) {
+      found.push_back({0.0f, 1.0});
+      continue;
+    }
+    size_t bin = kBins - 1;
+    uint64_t greater = 0;
+    while (greater + counts[bin] <= rank) greater += counts[bin--];
+    // The sample's lines are still in the cache: a second look at the one bin that matters costs little.
+    std::vector<uint32_t> inside;
+    inside.reserve(counts[bin]);
+    for_magnitudes(vectors, wanted, seed, [&](uint32_t bits) {
+      if (bits >> kBinShift == bin) inside.push_back(bits);
+    });
+    const auto place = inside.begin() + std::ptrdiff_t(rank - greater);
+    std::nth_element(inside.begin(), place, inside.end(), std::greater<>());
+    const uint32_t value = *place;
+    greater += uint64_t(std::count_if(inside.begin(), place, [&](uint32_t bits) { return bits > value; }));
+    found.push_back({std::bit_cast<float>(value), double(greater) / double(taken)});
   }
-  return 0.0f;
+  return found;
 }
 
 Moments moments(const Vector& v, uint64_t wanted, uint64_t seed) {

@@ -15,11 +15,13 @@ struct Vector {
   size_t n;
 };
 
-// Adds about `wanted` sampled magnitudes to counts[kBins]; returns how many. wanted >= n takes all.
-uint64_t histogram(const Vector&, uint64_t wanted, uint64_t seed, uint32_t* counts);
-
-// The magnitude that `above` of the counted ones exceed, interpolated within its bin.
-float threshold_of(const uint32_t* counts, double above);
+struct SampledThreshold {
+  float value;   // a magnitude that occurs in the vectors, or 0 where the density asks for everything
+  double above;  // the share of the sample that exceeds it: less than the density where many are equal
+};
+// For each density the threshold that about this share of all magnitudes exceeds, from about `wanted` of them.
+std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>&, const std::vector<double>& densities,
+                                                 uint64_t wanted, uint64_t seed);
 
 struct Moments {
   uint64_t count = 0;

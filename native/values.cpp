@@ -8,8 +8,9 @@
 namespace thinwire {
 namespace {
 
-// A block whose largest magnitude is outside of these limits is written as zeros and stays in the memory:
-// above, base + step * level could overflow at the receiver; below, the fixed-point scale would.
+// Larger magnitudes are written as kLargest, so that base + step * level cannot overflow at the receiver. A block
+// without any of at least kSmallest is written as zeros, because its fixed-point scale would overflow. What was not
+// sent stays in the memory either way.
 constexpr float kLargest = 0x1p120f;
 constexpr float kSmallest = 0x1p-100f;
 
@@ -86,11 +87,10 @@ Scales sign_means(const float* v, size_t n, const FixedPoint& fixed) {
 inline float nearest(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
 // codes[i] = sign above level; the receiver reads sign * (base + step * level).
-Scales choose_levels(Format f, const float* v, size_t n, const Rounding& rounding, uint8_t* codes) {
+Scales choose_levels(Format f, const float* v, size_t n, float largest, const Rounding& rounding, uint8_t* codes) {
   const unsigned bits = bits_of(f);
   const int top = (1 << (bits - 1)) - 1;
-  const float largest = largest_of(v, n);
-  if (largest > kLargest || largest < kSmallest) {
+  if (largest < kSmallest) {
     std::memset(codes, 0, n);
     return {0.0f, 0.0f};
   }
@@ -116,10 +116,9 @@ Scales choose_levels(Format f, const float* v, size_t n, const Rounding& roundin
   return s;
 }
 
-Scales choose_signs(const float* v, size_t n, uint8_t* codes) {
+Scales choose_signs(const float* v, size_t n, float largest, uint8_t* codes) {
   for (size_t i = 0; i < n; ++i) codes[i] = std::signbit(v[i]);
-  const float largest = largest_of(v, n);
-  if (largest > kLargest || largest < kSmallest) return {0.0f, 0.0f};
+  if (largest < kSmallest) return {0.0f, 0.0f};
   return sign_means(v, n, FixedPoint(largest));
 }
 
@@ -189,7 +188,15 @@ size_t write_block(Format f, const float* v, size_t n, Rounding rounding, uint8_
     }
   } else {
     uint8_t codes[kBlock];
-    const Scales s = f == Format::sign ? choose_signs(v, n, codes) : choose_levels(f, v, n, rounding, codes);
+    float limited[kBlock];
+    float largest = largest_of(v, n);
+    if (largest > kLargest) {
+      for (size_t i = 0; i < n; ++i) limited[i] = std::clamp(v[i], -kLargest, kLargest);
+      v = limited;
+      largest = kLargest;
+    }
+    const Scales s = f == Format::sign ? choose_signs(v, n, largest, codes)
+                                       : choose_levels(f, v, n, largest, rounding, codes);
     std::memcpy(out, &s, sizeof s);
     with_bits(f, [&]<unsigned Bits>() {
       pack<Bits>(codes, n, out + sizeof s);
@@ -229,8 +236,10 @@ const char* check_block(Format f, const uint8_t* in, size_t n) {
     return bad ? "a value is not finite" : nullptr;
   }
   const Scales s = read_as<Scales>(in, 0);
-  if (!(s.first >= 0.0f && s.first <= 2 * kLargest && s.second >= 0.0f && s.second <= 2 * kLargest))
+  if (!(s.first >= 0.0f && s.first <= kLargest && s.second >= 0.0f && s.second <= kLargest))
     return "a scale is negative, too large or not a number";
+  const size_t used = n * bits_of(f) % 8;
+  if (used && in[block_bytes(f, n) - 1] >> used) return "the padding after a block's values is not zero";
   return nullptr;
 }
 

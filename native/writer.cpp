@@ -59,27 +59,31 @@ bool Writer::open(uint32_t id, Format format, Indexing indexing, uint64_t n, uin
 
 void Writer::close(uint64_t count) { std::memcpy(buffer_ + count_at_, &count, count_width_); }
 
-bool Writer::block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent) {
+size_t Writer::block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent) {
   uint8_t scratch[kMostBlockBytes];
-  size_t size = with_positions ? write_positions(positions, n, previous_, scratch) : 0;
-  if (used_ + size + block_bytes(format_, n) > limit_) return false;
+  size_t size = 0;
+  for (;; n /= 2) {
+    if (n == 0) return 0;
+    size = with_positions ? write_positions(positions, n, previous_, scratch) : 0;
+    if (used_ + size + block_bytes(format_, n) <= limit_) break;
+  }
   size += write_block(format_, values, n, rounding_, scratch + size, sent);
   std::memcpy(buffer_ + used_, scratch, size);
   used_ += size;
   rounding_.counter += n;
   previous_ = positions[n - 1];
-  return true;
+  return n;
 }
 
 bool Writer::flush(const uint64_t* positions, const float* values, size_t n, const Target& target, Written& w) {
   float sent[kBlock];
-  if (!block(positions, values, n, true, sent)) return false;
-  w.sent += n;
+  const size_t fit = block(positions, values, n, true, sent);
+  w.sent += fit;
   if (target.held)
-    for (size_t i = 0; i < n; ++i) target.held[positions[i]] = values[i] - sent[i];
+    for (size_t i = 0; i < fit; ++i) target.held[positions[i]] = values[i] - sent[i];
   if (target.mask)
-    for (size_t i = 0; i < n; ++i) target.mask[positions[i]] = 0.0f;
-  return true;
+    for (size_t i = 0; i < fit; ++i) target.mask[positions[i]] = 0.0f;
+  return fit == n;  // a shorter block is the section's last
 }
 
 Written Writer::add_selected(uint32_t id, const Source& source, size_t n, const Target& target, Cut cut,
@@ -172,8 +176,9 @@ Written Writer::add_entries(uint32_t id, const uint64_t* positions, const float*
   if (strata && !strata_fit(count)) count = 0;
   for (uint64_t begin = 0; begin < count; begin += kBlock) {
     const size_t m = std::min<uint64_t>(kBlock, count - begin);
-    if (!block(positions + begin, values + begin, m, !strata, sent + begin)) break;
-    w.sent += m;
+    const size_t fit = block(positions + begin, values + begin, m, !strata, sent + begin);
+    w.sent += fit;
+    if (fit < m) break;
   }
   close(w.sent);
   return w;

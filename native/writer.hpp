@@ -41,9 +41,10 @@ class Writer {
  private:
   bool open(uint32_t id, Format, Indexing, uint64_t n, uint64_t seed, size_t reserve);
   void close(uint64_t count);
-  // Writes one block; false if it does not fit, then nothing was written.
-  bool block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent);
+  // Writes one block of n entries, or of n / 2, n / 4, ... if no more fits; returns how many were written.
+  size_t block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent);
   bool strata_fit(uint64_t count) const;
+  // Writes one block and settles its entries with the memory; false if the section is full.
   bool flush(const uint64_t* positions, const float* values, size_t n, const Target&, Written&);
 
   uint8_t* buffer_;

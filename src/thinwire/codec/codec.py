@@ -15,7 +15,7 @@ from thinwire import _native
 from thinwire.codec.frame import Frame, FrameReader, section_bound
 from thinwire.codec.memory import Memory, Residual
 from thinwire.codec.selection import Selection, TopK
-from thinwire.codec.values import Bits, Values
+from thinwire.codec.values import SEEDS, Bits, Values
 from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vector
 from thinwire.codec.writing import EVERYTHING, Chosen, Place, put_native, put_torch
 
@@ -88,6 +88,8 @@ class Codec:
         frame says so, holds nothing, and neither memory nor step changes. `step` defaults to a counter of calls.
         Tensors named in `hold` are left alone: they send nothing and their memory does not change.
         """
+        if budget is not None and budget < _native.HEADER_BYTES:
+            raise ValueError(f"a budget of {budget} bytes cannot hold a frame's header of {_native.HEADER_BYTES}")
         batch = self.open(tensors, step=step, hold=hold)
         return empty_frame(batch) if isinstance(batch, str) else self.write(batch, len(tensors), budget)
 
@@ -95,6 +97,8 @@ class Codec:
         self, tensors: Mapping[str, Tensor], *, step: int | None = None, hold: Collection[str] = ()
     ) -> Batch | str:
         """Take gradients into the memory and choose what travels; a string names a tensor that is not finite."""
+        if step is not None and step < 0:
+            raise ValueError(f"a step counts from 0, not {step}")
         active = {name: self._checked(name, t) for name, t in tensors.items() if name not in hold}
         for name, gradient in active.items():
             if not _finite(gradient):
@@ -263,17 +267,26 @@ class Codec:
         """Take over a saved state; raises ValueError and changes nothing if it is not one of this memory."""
         if state.get("version") != 1:
             raise ValueError(f"the codec's state has version {state.get('version')!r}, this thinwire reads 1")
+        missing = {"step", "memory", "selection"} - set(state)
+        if missing:
+            raise ValueError(f"the codec's state lacks {', '.join(sorted(missing))}")
         for name, slots in state["memory"].items():
-            if set(slots) != set(self.memory.slots):
-                raise ValueError(
-                    f"{name}: the state holds {sorted(slots)}, {self.memory} needs {list(self.memory.slots)}"
-                )
+            self._check_slots(name, slots)
         self.step = int(state["step"])
         self._slots = {
             name: {slot: t.detach().clone().float().reshape(-1) for slot, t in slots.items()}
             for name, slots in state["memory"].items()
         }
         self._learned = {label: dict(values) for label, values in state["selection"].items()}
+
+    def _check_slots(self, name: str, slots: Mapping[str, Tensor]) -> None:
+        if set(slots) != set(self.memory.slots):
+            raise ValueError(f"{name}: the state holds {sorted(slots)}, {self.memory} needs {list(self.memory.slots)}")
+        if len({tensor.numel() for tensor in slots.values()}) > 1:
+            raise ValueError(f"{name}: the tensors {sorted(slots)} of the state differ in size")
+        for slot, tensor in slots.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name}: the state's {slot} holds a value that is not finite")
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -298,4 +311,4 @@ def empty_frame(culprit: str) -> Frame:
 
 
 def _seed(seed: int, step: int, name: str) -> int:
-    return _native.mix(_native.mix(seed ^ step) ^ zlib.crc32(name.encode()))
+    return _native.mix(_native.mix(seed & SEEDS ^ step) ^ zlib.crc32(name.encode()))

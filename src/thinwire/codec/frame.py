@@ -68,10 +68,15 @@ class FrameReader:
 
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
         """outs[id] += weight * values, for every tensor in the frame; outs are contiguous float32 CPU tensors."""
-        for section in self._reader.sections:
+        sections = self._reader.sections
+        for section in sections:
             out = outs[section.id]
-            assert out.dtype == torch.float32 and out.is_contiguous() and out.numel() == section.numel
-            self._reader.add(section, out.data_ptr(), weight)
+            if out.dtype != torch.float32 or not out.is_contiguous() or out.device.type != "cpu":
+                raise ValueError(f"tensor {section.id} must be contiguous float32 on the CPU to add a frame to it")
+            if out.numel() != section.numel:
+                raise ValueError(f"tensor {section.id} has {out.numel()} elements, the frame {section.numel}")
+        for section in sections:
+            self._reader.add(section, outs[section.id].data_ptr(), weight)
 
     def entries(self, section: _native.Section) -> tuple[Tensor, Tensor]:
         """Positions (int64) and values (float32) of one tensor's entries."""

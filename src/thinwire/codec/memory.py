@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire import _native
-from thinwire.codec.vectors import DTYPES, Vector
+from thinwire.codec.vectors import DTYPES, MOST, Vector
 
 
 class Memory(ABC):
@@ -74,8 +74,8 @@ class MomentumResidual(Memory):
 
     def _by_torch(self, g: Tensor, u: Tensor, v: Tensor) -> None:
         if self.nesterov:
-            u.add_(g).mul_(self.momentum)
-            v.add_(u + g)
+            u.add_(g).clamp_(-MOST, MOST).mul_(self.momentum)
+            v.add_(u + g).clamp_(-MOST, MOST)
         else:
-            u.mul_(self.momentum).add_(g)
-            v.add_(u)
+            u.mul_(self.momentum).add_(g).clamp_(-MOST, MOST)
+            v.add_(u).clamp_(-MOST, MOST)

@@ -13,6 +13,7 @@ import torch
 
 from thinwire import _native
 from thinwire.codec.density import Density, check_density, density_at
+from thinwire.codec.values import SEEDS
 from thinwire.codec.vectors import Group
 
 # Entries above the threshold that a sample should hold: the kept count is then off by about 1/sqrt of this.
@@ -60,12 +61,18 @@ def count_of(density: float, n: int) -> int:
     return min(n, max(1, math.floor(density * n + 0.5)))
 
 
-def _sampled(group: Group, density: float, step: int) -> float | None:
-    """A sampled threshold, or None where the group is so small that exact costs nothing."""
+def _sampled(group: Group, density: float, step: int) -> Cut | None:
+    """A sampled cut, or None where the group is so small that exact costs nothing."""
     if group.n < _SMALL:
         return None
     wanted = int(_EXCEED / density)
-    return group.sampled_thresholds([density], group.n if 2 * wanted >= group.n else wanted, step)[0]
+    ((threshold, above),) = group.sampled([density], group.n if 2 * wanted >= group.n else wanted, step)
+    return Cut(threshold, _ties(threshold, density - above, group.n))
+
+
+def _ties(threshold: float, missing: float, n: int) -> int:
+    """Entries equal to the threshold that may pass to make up a missing share; zeros never do."""
+    return max(0, math.floor(missing * n + 0.5)) if threshold > 0.0 else 0
 
 
 @dataclass(frozen=True)
@@ -87,9 +94,9 @@ class TopK(Selection):
         k = count_of(density, group.n)
         if k == group.n:
             return Cut(0.0)
-        threshold = None if self.exact else _sampled(group, density, step)
-        if threshold is not None:
-            return Cut(threshold, k if threshold > 0.0 else 0)
+        cut = None if self.exact else _sampled(group, density, step)
+        if cut is not None:
+            return cut
         value, greater, _ = group.order_statistic(k - 1)
         return Cut(value, k - greater if value > 0.0 else 0)
 
@@ -118,8 +125,8 @@ class Percentile(Selection):
 
     def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
         percent = self._percent(step)
-        threshold = None if self.exact else _sampled(group, 1.0 - percent / 100.0, step)
-        return Cut(threshold if threshold is not None else self._interpolated(group, percent))
+        cut = None if self.exact else _sampled(group, 1.0 - percent / 100.0, step)
+        return Cut(cut.threshold if cut is not None else self._interpolated(group, percent))
 
     @staticmethod
     def _interpolated(group: Group, percent: float) -> float:
@@ -189,14 +196,15 @@ class Dynamic(Selection):
     def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
         # Whether this group starves or floods is seen from few exceeding entries: a fifth of TopK's sample.
         wanted = int(_EXCEED / 5 / self.floor)
-        low, high = group.sampled_thresholds([self.ceiling, self.floor], wanted, step)
+        (low, _), (high, above) = group.sampled([self.ceiling, self.floor], wanted, step)
         threshold = state.get("threshold", self.start)
         if threshold is None:
             found = group.moments(_SAMPLE, step)
             threshold = found.magnitudes / max(found.count, 1)
         threshold = min(max(threshold, low), high)
         state["threshold"] = threshold
-        return Cut(threshold, count_of(self.floor, group.n) if threshold > 0.0 else 0)
+        # At the upper limit ties keep the floor; below it enough entries exceed the threshold.
+        return Cut(threshold, _ties(threshold, self.floor - above, group.n) if threshold == high else 0)
 
     def learn(self, selected: int, magnitudes: float, state: dict[str, float]) -> None:
         state["threshold"] = magnitudes / selected if selected else state["threshold"] / 2.0
@@ -217,7 +225,7 @@ class RandomK(Selection):
         check_density(self.density)
 
     def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Strata:
-        seed = _native.mix(_native.mix(_native.mix(self.seed) ^ step) ^ key)
+        seed = _native.mix(_native.mix(_native.mix(self.seed & SEEDS) ^ step) ^ key)
         return Strata(count_of(density_at(self.density, step), group.n), seed)
 
     def expected(self, n: int, step: int) -> int:

@@ -6,6 +6,8 @@ A format is a frozen value; the kernels know it by its code, which is also what 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+SEEDS = (1 << 64) - 1  # a seed is any integer; its low 64 bits count
+
 
 class Values(ABC):
     """A value format."""

@@ -18,6 +18,9 @@ Described = tuple[int, int, int, float, int]
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
+# The largest float32: a memory must never hold an infinity.
+MOST = torch.finfo(torch.float32).max
+
 # Above this many elements an exact order statistic narrows the search with a sample first.
 _LARGE = 1 << 19
 # Candidates above a sampled threshold are copied only while they are few.
@@ -69,7 +72,8 @@ class Vector:
         gradient = self.gradient.reshape(-1).float()
         if self.memory is None:
             return gradient
-        return (self.memory if self.decay == 1.0 else self.memory * self.decay) + gradient
+        total = (self.memory if self.decay == 1.0 else self.memory * self.decay) + gradient
+        return total.clamp_(-MOST, MOST)  # sums of finite values stay finite
 
     def settled(self) -> "Vector":
         """The same vector with the sum already written to the memory."""
@@ -94,8 +98,15 @@ class Group(ABC):
         self.vectors = [v.settled() for v in self.vectors]
 
     @abstractmethod
+    def sampled(self, densities: Sequence[float], wanted: int, seed: int) -> list[tuple[float, float]]:
+        """For each density the sample's magnitude of that rank, and the share of the sample that exceeds it.
+
+        The share is less than the density where many magnitudes are equal: then ties must make up the difference.
+        """
+
     def sampled_thresholds(self, densities: Sequence[float], wanted: int, seed: int) -> list[float]:
         """For each density a threshold that about this share of the magnitudes exceeds, from a sample."""
+        return [threshold for threshold, _ in self.sampled(densities, wanted, seed)]
 
     @abstractmethod
     def moments(self, wanted: int, seed: int) -> Moments:
@@ -109,13 +120,8 @@ class Group(ABC):
 class NativeGroup(Group):
     """CPU tensors, by the kernels."""
 
-    def sampled_thresholds(self, densities: Sequence[float], wanted: int, seed: int) -> list[float]:
-        counts = torch.zeros(_native.BINS, dtype=torch.int32)
-        taken = 0
-        for i, vector in enumerate(self.vectors):
-            share = -(-wanted * vector.n // max(self.n, 1))
-            taken += _native.histogram(vector.described, share, _native.mix(seed + i), counts.data_ptr())
-        return [_native.threshold_of(counts.data_ptr(), taken * density) for density in densities]
+    def sampled(self, densities: Sequence[float], wanted: int, seed: int) -> list[tuple[float, float]]:
+        return _native.sampled_thresholds([v.described for v in self.vectors], list(densities), wanted, seed)
 
     def moments(self, wanted: int, seed: int) -> Moments:
         total = [0.0] * 4
@@ -153,25 +159,26 @@ class NativeGroup(Group):
 class TorchGroup(Group):
     """Any device, by torch operations: serves GPUs and is the oracle of the kernels' tests."""
 
-    def _sample(self, wanted: int) -> Tensor:
+    def _sample(self, wanted: int, seed: int) -> Tensor:
         if wanted >= self.n:
             return torch.cat([v.accumulated() for v in self.vectors])
-        stride = max(1, self.n // wanted)
-        parts = []
-        for v in self.vectors:
-            memory = v.memory[::stride] if v.memory is not None else None
-            parts.append(replace(v, gradient=v.gradient.reshape(-1)[::stride], memory=memory).accumulated())
-        return torch.cat(parts)
+        stride = max(1, self.n // max(wanted, 1))
+        return torch.cat([_one_of_each(v, stride, seed) for v in self.vectors])
 
-    def sampled_thresholds(self, densities: Sequence[float], wanted: int, seed: int) -> list[float]:
-        magnitudes = self._sample(wanted).abs().sort(descending=True).values
-        if not len(magnitudes):
-            return [0.0 for _ in densities]
-        ranks = [min(int(density * len(magnitudes)), len(magnitudes) - 1) for density in densities]
-        return [float(magnitudes[rank]) for rank in ranks]
+    def sampled(self, densities: Sequence[float], wanted: int, seed: int) -> list[tuple[float, float]]:
+        magnitudes = self._sample(wanted, seed).abs().sort(descending=True).values
+        found = []
+        for density in densities:
+            rank = int(density * len(magnitudes))
+            if rank >= len(magnitudes):
+                found.append((0.0, 1.0))
+            else:
+                above = int((magnitudes > magnitudes[rank]).sum())
+                found.append((float(magnitudes[rank]), above / len(magnitudes)))
+        return found
 
     def moments(self, wanted: int, seed: int) -> Moments:
-        x = self._sample(wanted).double()
+        x = self._sample(wanted, seed).double()
         return Moments(x.numel(), float(x.sum()), float(x.square().sum()), float(x.abs().sum()))
 
     def order_statistic(self, rank: int) -> tuple[float, int, int]:
@@ -179,3 +186,13 @@ class TorchGroup(Group):
         magnitudes = torch.cat([v.accumulated() for v in self.vectors]).abs()
         value = magnitudes.topk(rank + 1).values[-1]
         return float(value), int((magnitudes > value).sum()), int((magnitudes == value).sum())
+
+
+def _one_of_each(vector: Vector, stride: int, seed: int) -> Tensor:
+    """One element at a random place of each `stride`: a fixed place would follow the columns of a matrix."""
+    device = vector.gradient.device
+    starts = torch.arange(0, vector.n - stride + 1, stride, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    places = starts + torch.randint(stride, starts.shape, generator=generator, device=device)
+    memory = vector.memory[places] if vector.memory is not None else None
+    return replace(vector, gradient=vector.gradient.reshape(-1)[places], memory=memory).accumulated()

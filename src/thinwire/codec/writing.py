@@ -153,5 +153,5 @@ def positions_above(x: Tensor, cut: Cut) -> tuple[Tensor, int]:
 def strata_positions(strata: Strata, n: int) -> Tensor:
     """The places that a seed stands for, in ascending order."""
     places = torch.empty(strata.count, dtype=torch.int64)
-    _native.strata(strata.seed, strata.count, n, places.data_ptr())
+    _native.strata_positions(strata.seed, strata.count, n, places.data_ptr())
     return places
