@@ -14,3 +14,11 @@ class FrameError(ThinwireError, ValueError):
 
 class LabError(ThinwireError):
     """The emulated network cannot be built or used here."""
+
+
+class RecipeError(ThinwireError):
+    """A recipe is unknown, or its data is missing, truncated or corrupt."""
+
+
+class LogError(ThinwireError):
+    """An event log cannot be read or written."""
