@@ -1,6 +1,6 @@
 """The event log: what happened in one training run, as JSON lines; all reports are made from it.
 
-Every record is one line, written when it happens, so that a run that dies leaves everything up to its last step.
+Every record is one line, written when it happens: a run that dies leaves everything up to its last step.
 The schema is described in docs/events.md.
 """
 
@@ -9,17 +9,13 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from thinwire.errors import LogError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+PHASES = ("compute", "compress", "exchange", "apply")
 REASONS = ("target", "max_steps", "interrupted", "failed")
 
 
@@ -83,7 +79,7 @@ class Eval:
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """How many entries of a layer's gradient have which magnitude; counts[i] lies in edges[i] to edges[i + 1]."""
+    """How many entries of a layer's gradient have a magnitude from edges[i] to edges[i + 1]: counts[i]."""
 
     event: ClassVar[str] = "histogram"
     step: int
@@ -158,7 +154,7 @@ class RunLog:
 class EventLog:
     """Writes a log; use it as a context manager, `write` events as they happen and `end` it.
 
-    An existing file is never overwritten: `resume_at` appends to it from that step on, anything else is an error.
+    An existing file is never overwritten: `resume_at` appends to it from that step on, else it is an error.
     """
 
     def __init__(
@@ -180,7 +176,9 @@ class EventLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
-            raise LogError(f"cannot write the log {path} ({error.strerror}): choose another place.") from error
+            raise LogError(
+                f"cannot write the log {path} ({error.strerror}): choose another place."
+            ) from error
         self.write(Resume(step=resume_at) if exists and resume_at is not None else run)
 
     def write(self, event: Event) -> None:
@@ -269,9 +267,7 @@ def _checked(value: Any, kind: str, name: str) -> Any:
             return math.nan
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-    elif kind == "int" and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    elif kind == "str" and isinstance(value, str):
+    elif type(value).__name__ == kind:
         return value
     raise ValueError(f"{name} is {value!r}, not of type {kind}")
 
@@ -285,39 +281,3 @@ def _drop_torn_line(path: Path) -> None:
     data = path.read_bytes()
     if not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def gradient_histogram(step: int, layer: str, gradient: "Tensor", *, per_decade: int = 4) -> Histogram:
-    """The histogram of a gradient's magnitudes in bins of equal ratio, from 1e-12 to 1e3."""
-    magnitudes = gradient.detach().abs().flatten()
-    found = magnitudes[magnitudes > 0].log10()
-    counts = found.clamp(-12, 3).histc(15 * per_decade, min=-12, max=3).long().tolist()
-    used = [place for place, count in enumerate(counts) if count]
-    first, last = (used[0], used[-1]) if used else (0, -1)
-    edges = [10 ** (-12 + place / per_decade) for place in range(first, last + 2)] if used else []
-    return Histogram(
-        step=step,
-        layer=layer,
-        edges=edges,
-        counts=counts[first : last + 1],
-        zeros=magnitudes.numel() - found.numel(),
-    )
-
-
-def describe_machine() -> str:
-    """One line about this machine: processor, cores, system, torch."""
-    import platform
-
-    processor = platform.processor() or platform.machine()
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-        processor = names[0].split(":", 1)[1].strip() if names else processor
-    except OSError:
-        pass  # not Linux: the machine's architecture has to do
-    torch_version = metadata.version("torch")
-    return f"{processor}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, torch {torch_version}"
-
-
-def now() -> str:
-    """The date of a run, in UTC to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -6,7 +6,7 @@ TensorBoard is an extra; without it one sentence says how to get it.
 from pathlib import Path
 
 from thinwire.errors import LogError
-from thinwire.events import Eval, Event, Histogram, Step
+from thinwire.events import PHASES, Eval, Event, Step
 
 
 class TensorBoardMirror:
@@ -17,9 +17,9 @@ class TensorBoardMirror:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise LogError(
-                "--tensorboard needs the package tensorboard: install it with pip install 'thinwire[tensorboard]'."
+                "--tensorboard needs tensorboard: install it with pip install 'thinwire[tensorboard]'."
             ) from error
-        self._writer = SummaryWriter(log_dir=str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(log_dir=str(folder))
 
     def __call__(self, event: Event) -> None:
         """Write the scalars of one event."""
@@ -32,14 +32,9 @@ class TensorBoardMirror:
             scalars |= {"loss": event.loss, "density": event.density, "residual_norm": event.residual_norm}
         elif isinstance(event, Eval):
             step, scalars = event.step, {f"{event.metric}/{event.split}": event.value}
-        elif isinstance(event, Histogram):
-            step, scalars = event.step, {f"zeros/{event.layer}": float(event.zeros)}
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is still held back."""
-        self._writer.close()  # type: ignore[no-untyped-call]
-
-
-PHASES = ("compute", "compress", "exchange", "apply")
+        self._writer.close()

@@ -6,7 +6,7 @@ One table of word pieces serves both languages and the output.
 import torch
 from torch import Tensor, nn
 
-from thinwire.recipes.recurrent import BEGIN, END, PAD
+from thinwire.recipes.recurrent import BEGIN, END, PAD, continued
 
 LONGEST = 256
 
@@ -32,8 +32,8 @@ class TransformerTranslator(nn.Module):
                 nn.init.xavier_uniform_(weights)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Scores of the next piece at every place of the target."""
-        return self._decode(target, self._encode(source), source == PAD)
+        """Scores of the next piece, for the places of the target that have one, as `continued` finds them."""
+        return self._score(self._decode(target, self._encode(source), source == PAD)[continued(target)])
 
     def _embed(self, pieces: Tensor) -> Tensor:
         vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
@@ -47,13 +47,16 @@ class TransformerTranslator(nn.Module):
     def _decode(self, target: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
         length = target.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
-        states = self.decoder(
+        states: Tensor = self.decoder(
             self._embed(target),
             memory,
             tgt_mask=later,
             tgt_key_padding_mask=target == PAD,
             memory_key_padding_mask=padding,
         )
+        return states
+
+    def _score(self, states: Tensor) -> Tensor:
         return nn.functional.linear(states, self.pieces.weight, self.bias)
 
     def greedy(self, source: Tensor, limit: int) -> Tensor:
@@ -62,7 +65,8 @@ class TransformerTranslator(nn.Module):
         written = torch.full_like(source[:, :1], BEGIN)
         ended = torch.zeros_like(written, dtype=torch.bool)
         for _ in range(min(limit, LONGEST - 1)):
-            piece = self._decode(written, memory, padding)[:, -1:].argmax(2).masked_fill(ended, END)
+            states = self._decode(written, memory, padding)
+            piece = self._score(states[:, -1:]).argmax(2).masked_fill(ended, END)
             written = torch.cat([written, piece], dim=1)
             ended = ended | (piece == END)
             if bool(ended.all()):

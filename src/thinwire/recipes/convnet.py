@@ -81,7 +81,7 @@ def cuda_convnet(*, strides: tuple[int, int] = (2, 2), classes: int = 10) -> nn.
 
 
 def he_initialise(model: nn.Module) -> None:
-    """He's initialisation for rectified layers; a small last layer, so that training starts at ln(classes)."""
+    """He's initialisation for rectified layers; a small last layer, so training starts at ln(classes)."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     for layer in layers:
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")

@@ -1,6 +1,6 @@
-"""digits: the 1,797 small handwritten digits that come with scikit-learn, on the 1.76 million parameter convnet.
+"""digits: the 1,797 handwritten digits that come with scikit-learn, on a convnet of 1.76 million parameters.
 
-No download, and a step costs little computing, so one machine can emulate several hosts: the default of a race.
+No download, and little computing per step: one machine can emulate several hosts, so a race starts here.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.recipes.convnet import cuda_convnet
 from thinwire.recipes.recipe import Defaults, Recipe, Splits, TensorSplit
 
-TRAIN = 1437  # four fifths, as in most uses of this data
+TRAIN = 1297  # the other 500 test: with fewer, one image would weigh too much in a comparison
 
 
 def load(data_dir: Path | None) -> Splits:
@@ -19,7 +19,7 @@ def load(data_dir: Path | None) -> Splits:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16 - 0.5
+    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 8 - 1
     # The writers follow one another in the file: a fixed shuffle puts all of them into both splits.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images = nn.functional.interpolate(images, size=16, mode="bilinear", align_corners=False)
@@ -31,12 +31,12 @@ def load(data_dir: Path | None) -> Splits:
 
 
 def digits() -> Recipe:
-    """The recipe; its second pooling has stride 1, so 16 x 16 images give the layers of the 32 x 32 network."""
+    """The recipe; with stride 1 in its second pooling, 16 x 16 images meet the layers made for 32 x 32."""
     return Recipe(
         "digits",
         description="Small handwritten digits on the convnet of SparsifyGradients.",
-        data="1,437 + 360 images that come with scikit-learn",
+        data="1,297 + 500 images that come with scikit-learn",
         model=lambda: cuda_convnet(strides=(2, 1)),
         load=load,
-        defaults=Defaults(batch=8, lr=0.02, momentum=0.9, epochs=20, target=0.98),
+        defaults=Defaults(batch=16, lr=0.05, momentum=0.0, epochs=20, target=0.97),
     )

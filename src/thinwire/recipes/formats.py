@@ -37,9 +37,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise RecipeError(
-            f"{path} is truncated or corrupt ({error}): delete it and get it again."
-        ) from error
+        raise RecipeError(f"{path} is truncated or corrupt ({error}): delete it and get it again.") from error
     except OSError as error:
         raise RecipeError(f"cannot read {path} ({error.strerror}): check its permissions.") from error
 

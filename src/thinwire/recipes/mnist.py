@@ -3,6 +3,7 @@
 The fully connected network has 4096, 2048 and 1024 hidden units: nearly all of it is gradient to send.
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -73,7 +74,7 @@ def fully_connected() -> nn.Sequential:
     """784-4096-2048-1024-10 with rectifiers: 13.7 million parameters."""
     sizes = (784, 4096, 2048, 1024)
     layers: list[nn.Module] = [nn.Flatten()]
-    for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
     he_initialise(model)

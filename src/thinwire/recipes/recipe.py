@@ -67,7 +67,7 @@ class Defaults:
 class DataOrder:
     """Which samples a worker takes at a step: a pure function of the seed, the same for every method.
 
-    Each epoch is one shuffle that all workers share; the tail that does not fill a step of all workers is left out.
+    Each epoch is one shuffle that all workers share; a tail that does not fill a step of all is left out.
     """
 
     samples: int
@@ -78,8 +78,8 @@ class DataOrder:
     def __post_init__(self) -> None:
         if self.samples < self.batch * self.workers:
             raise ValueError(
-                f"{self.samples} samples are too few for {self.workers} workers with a batch of {self.batch}: "
-                "use fewer workers or a smaller batch."
+                f"{self.samples} samples are too few for {self.workers} workers with a batch of "
+                f"{self.batch}: use fewer workers or a smaller batch."
             )
 
     @property

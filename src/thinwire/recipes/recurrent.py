@@ -10,6 +10,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 PAD, UNKNOWN, BEGIN, END = range(4)
 
 
+def continued(target: Tensor) -> Tensor:
+    """The places that another piece follows: half of a padded batch need not be scored."""
+    return (target != PAD) & (target != END)
+
+
 class PlainGRU(nn.Module):
     """torch's GRU on padded sequences."""
 
@@ -77,9 +82,10 @@ class RecurrentTranslator(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Scores of the next piece at every place of the target."""
+        """Scores of the next piece, for the places of the target that have one, as `continued` finds them."""
         memory, mask, state = self.encode(source)
-        return self._decode(target, memory, mask, state)[0]
+        joined, _ = self._decode(target, memory, mask, state)
+        return self._score(joined[continued(target)])
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The encoder's outputs, the mask of real pieces, and the state that starts the decoder."""
@@ -88,15 +94,18 @@ class RecurrentTranslator(nn.Module):
         return self.dropout(outputs), mask, last
 
     def _embed(self, pieces: Tensor) -> Tensor:
-        vectors: Tensor = self.pieces(pieces)
-        return vectors * self.pieces.embedding_dim**0.5
+        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
+        return vectors
 
     def _decode(self, target: Tensor, memory: Tensor, mask: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         states, last = self.decoder(self.dropout(self._embed(target)), target != PAD, state)
         fit = torch.bmm(states, memory.transpose(1, 2)) * memory.shape[2] ** -0.5
         weights = fit.masked_fill(~mask[:, None, :], -1e9).softmax(dim=2)
         joined = torch.tanh(self.join(torch.cat([states, torch.bmm(weights, memory)], dim=2)))
-        return nn.functional.linear(self.dropout(joined), self.pieces.weight, self.bias), last
+        return self.dropout(joined), last
+
+    def _score(self, joined: Tensor) -> Tensor:
+        return nn.functional.linear(joined, self.pieces.weight, self.bias)
 
     def greedy(self, source: Tensor, limit: int) -> Tensor:
         """The best piece at every place, one after the other, until all sentences have ended."""
@@ -104,8 +113,8 @@ class RecurrentTranslator(nn.Module):
         piece = torch.full_like(source[:, :1], BEGIN)
         written, ended = [], torch.zeros_like(piece, dtype=torch.bool)
         for _ in range(limit):
-            scores, state = self._decode(piece, memory, mask, state)
-            piece = scores.argmax(2).masked_fill(ended, END)
+            joined, state = self._decode(piece, memory, mask, state)
+            piece = self._score(joined).argmax(2).masked_fill(ended, END)
             written.append(piece)
             ended = ended | (piece == END)
             if bool(ended.all()):

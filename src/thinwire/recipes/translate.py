@@ -19,7 +19,7 @@ from thinwire.recipes.attention import LONGEST, TransformerTranslator
 from thinwire.recipes.fetch import Asset, cache_dir, fetch
 from thinwire.recipes.formats import find_file, read_lines
 from thinwire.recipes.recipe import Batch, Defaults, Recipe, Split, Splits, adam
-from thinwire.recipes.recurrent import BEGIN, END, PAD, UNKNOWN, RecurrentTranslator
+from thinwire.recipes.recurrent import BEGIN, END, PAD, UNKNOWN, RecurrentTranslator, continued
 
 VOCABULARY = 4000
 LONGEST_ANSWER = 60  # pieces; the longest reference of the test set has 48
@@ -127,8 +127,8 @@ def _encode(pairs: tuple[list[str], list[str]], vocabulary: Any) -> SentencePair
 def translation_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy of the next piece, padding left out."""
     source, target = batch
-    scores = model(source, target[:, :-1])
-    return nn.functional.cross_entropy(scores.flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD)
+    given = target[:, :-1]
+    return nn.functional.cross_entropy(model(source, given), target[:, 1:][continued(given)])
 
 
 def translations(model: nn.Module, split: SentencePairs, samples: int) -> list[str]:
