@@ -6,7 +6,6 @@ Modules of commands import torch only inside the functions, so that `--help` ans
 import sys
 from typing import Annotated
 
-import click
 import typer
 
 import thinwire
@@ -21,6 +20,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+# Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+_ClickException: type[Exception] = _UsageError.__bases__[0]
 
 
 def _version(asked: bool) -> None:
@@ -42,22 +45,24 @@ app.command()(recipes)
 app.command()(report)
 
 
+def _sentence(error: Exception) -> str:
+    message = error.format_message() if isinstance(error, _ClickException) else str(error)  # type: ignore[attr-defined]
+    return " ".join(message.split()).rstrip(".")
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; a user's mistake is one sentence on stderr."""
     try:
         code = app(arguments, prog_name="thinwire", standalone_mode=False)
-    except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "thinwire"
-        message = error.format_message().rstrip(".")
-        print(f"{where}: {message}; see '{where} --help'.", file=sys.stderr)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "thinwire"
+        print(f"{where}: {_sentence(error)}; see '{where} --help'.", file=sys.stderr)
         return 2
-    except click.ClickException as error:
-        print(f"thinwire: {error.format_message()}", file=sys.stderr)
-        return error.exit_code
-    except (ThinwireError, ValueError) as error:
-        print(f"thinwire: {error}", file=sys.stderr)
+    except (_ClickException, ThinwireError, ValueError) as error:
+        print(f"thinwire: {_sentence(error)}.", file=sys.stderr)
         return 2
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         print("thinwire: stopped.", file=sys.stderr)
         return 130
     return code if isinstance(code, int) else 0

@@ -1,0 +1,39 @@
+// Layout of a frame, shared by writer and reader (docs/wire-format.md has the words).
+#pragma once
+#include <stdexcept>
+#include <string>
+
+#include "common.hpp"
+
+namespace thinwire {
+
+constexpr uint8_t kMagic[4] = {'T', 'W', 'F', 'R'};
+constexpr uint8_t kVersion = 1;
+constexpr size_t kHeaderBytes = 24;
+constexpr uint8_t kNonFinite = 1;  // flag: the sender's input was not finite, the frame is empty
+
+// Offsets in the header.
+constexpr size_t kAtVersion = 4, kAtFlags = 5, kAtReserved = 6, kAtSections = 8, kAtCrc = 12, kAtLength = 16;
+
+enum class Indexing : uint8_t { gaps = 0, strata = 1 };
+
+// id, kind, numel and count at their longest, and the seed of strata.
+constexpr size_t kMostSectionHeader = 5 + 1 + 10 + 8 + 8;
+
+// Bytes that hold every count up to numel: counts are written last, so their width is fixed beforehand.
+inline unsigned count_width(uint64_t numel) {
+  unsigned width = 1;
+  while (width < 8 && numel >> (8 * width)) ++width;
+  return width;
+}
+
+struct FrameFault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Over everything but the field itself.
+uint32_t frame_crc(const uint8_t* frame, size_t length);
+
+static_assert(std::endian::native == std::endian::little, "frames are little-endian and so must the machine be");
+
+}  // namespace thinwire

@@ -1,0 +1,130 @@
+// The pass in AVX2: eight elements a turn, survivors compacted by a permutation looked up from the comparison's mask.
+#include "scan.hpp"
+#include "statistics.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+namespace thinwire {
+namespace {
+
+// permutation[mask] lists the lanes whose bit is set, first to last: the shuffle that compacts them.
+struct Permutations {
+  alignas(32) uint32_t lane[256][8];
+  constexpr Permutations() : lane{} {
+    for (int mask = 0; mask < 256; ++mask) {
+      int kept = 0;
+      for (uint32_t bit = 0; bit < 8; ++bit)
+        if (mask >> bit & 1) lane[mask][kept++] = bit;
+    }
+  }
+};
+constexpr Permutations permutations;
+
+template <Dtype D>
+inline __m256 load8(const void* p, size_t i) {
+  if constexpr (D == Dtype::float32) {
+    return _mm256_loadu_ps(static_cast<const float*>(p) + i);
+  } else {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + i));
+    if constexpr (D == Dtype::float16) return _mm256_cvtph_ps(half);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+}
+
+template <Dtype D, bool Memory, bool Decay>
+inline __m256 accumulate8(const Source& s, size_t i, __m256 decay) {
+  __m256 x = load8<D>(s.gradient, i);
+  if constexpr (Memory) {
+    __m256 r = _mm256_loadu_ps(s.memory + i);
+    if constexpr (Decay) r = _mm256_mul_ps(r, decay);
+    x = _mm256_add_ps(r, x);
+    _mm256_storeu_ps(s.memory + i, x);
+  }
+  return x;
+}
+
+template <bool Ties>
+inline uint32_t above(__m256 x, __m256 absolute, __m256 threshold) {
+  const __m256 m = _mm256_and_ps(x, absolute);
+  return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(m, threshold, Ties ? _CMP_GE_OQ : _CMP_GT_OQ)));
+}
+
+template <Dtype D, bool Memory, bool Decay, bool Ties>
+size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, uint32_t* offsets, float* values) {
+  const __m256 decay = _mm256_set1_ps(s.decay);
+  const __m256 limit = _mm256_set1_ps(threshold);
+  const __m256 absolute = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  size_t kept = 0;
+  const auto emit = [&](uint32_t mask, __m256 x, size_t i) {
+    const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(permutations.lane[mask]));
+    _mm256_storeu_ps(values + kept, _mm256_permutevar8x32_ps(x, order));
+    const __m256i where = _mm256_add_epi32(order, _mm256_set1_epi32(int(i)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(offsets + kept), where);
+    kept += size_t(_mm_popcnt_u32(mask));
+  };
+  size_t i = 0;
+  for (; i + 32 <= length; i += 32) {
+    const __m256 a = accumulate8<D, Memory, Decay>(s, begin + i, decay);
+    const __m256 b = accumulate8<D, Memory, Decay>(s, begin + i + 8, decay);
+    const __m256 c = accumulate8<D, Memory, Decay>(s, begin + i + 16, decay);
+    const __m256 d = accumulate8<D, Memory, Decay>(s, begin + i + 24, decay);
+    const uint32_t ma = above<Ties>(a, absolute, limit), mb = above<Ties>(b, absolute, limit);
+    const uint32_t mc = above<Ties>(c, absolute, limit), md = above<Ties>(d, absolute, limit);
+    if ((ma | mb | mc | md) == 0) continue;  // at low densities most turns end here
+    emit(ma, a, i);
+    emit(mb, b, i + 8);
+    emit(mc, c, i + 16);
+    emit(md, d, i + 24);
+  }
+  if (i < length) {
+    // The tail of fewer than 32 elements takes the portable pass: same arithmetic, same order.
+    const size_t more = scan_portable(s, begin + i, length - i, threshold, Ties, offsets + kept, values + kept);
+    for (size_t j = 0; j < more; ++j) offsets[kept + j] += uint32_t(i);
+    kept += more;
+  }
+  return kept;
+}
+
+template <Dtype D, bool Memory, bool Decay>
+size_t with_ties(const Source& s, size_t begin, size_t length, float threshold, bool ties, uint32_t* offsets,
+                 float* values) {
+  return ties ? scan_as<D, Memory, Decay, true>(s, begin, length, threshold, offsets, values)
+              : scan_as<D, Memory, Decay, false>(s, begin, length, threshold, offsets, values);
+}
+
+}  // namespace
+
+size_t scan_avx2(const Source& s, size_t begin, size_t length, float threshold, bool ties, uint32_t* offsets,
+                 float* values) {
+  return with_dtype(s.dtype, [&]<Dtype D>() {
+    if (!s.memory) return with_ties<D, false, false>(s, begin, length, threshold, ties, offsets, values);
+    if (s.decay == 1.0f) return with_ties<D, true, false>(s, begin, length, threshold, ties, offsets, values);
+    return with_ties<D, true, true>(s, begin, length, threshold, ties, offsets, values);
+  });
+}
+
+bool all_finite_avx2(const void* data, Dtype dtype, size_t n) {
+  const size_t width = dtype == Dtype::float32 ? 4 : 2, bytes = n * width;
+  const uint32_t one = dtype == Dtype::float32 ? 0x7f800000u : dtype == Dtype::float16 ? 0x7c007c00u : 0x7f807f80u;
+  const __m256i exponent = _mm256_set1_epi32(int(one));
+  const auto* p = static_cast<const uint8_t*>(data);
+  const auto bad = [&](const uint8_t* q) {
+    const __m256i x = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)), exponent);
+    return width == 4 ? _mm256_cmpeq_epi32(x, exponent) : _mm256_cmpeq_epi16(x, exponent);
+  };
+  __m256i found = _mm256_setzero_si256(), more = _mm256_setzero_si256();
+  size_t i = 0;
+  for (; i + 64 <= bytes; i += 64) {
+    found = _mm256_or_si256(found, bad(p + i));
+    more = _mm256_or_si256(more, bad(p + i + 32));
+  }
+  if (!_mm256_testz_si256(_mm256_or_si256(found, more), _mm256_set1_epi8(-1))) return false;
+  uint8_t tail[64] = {};
+  __builtin_memcpy(tail, p + i, bytes - i);
+  found = _mm256_or_si256(bad(tail), bad(tail + 32));
+  return _mm256_testz_si256(found, _mm256_set1_epi8(-1));
+}
+
+}  // namespace thinwire
+#endif

@@ -1,0 +1,164 @@
+// Statistics of a vector. Sums run in eight fixed lanes, so that every build gives the same bits.
+#include "statistics.hpp"
+#include "positions.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace thinwire {
+namespace {
+
+constexpr size_t kLine = 16;  // floats of a cache line: a sample costs one miss for sixteen values
+
+template <Dtype D, bool Memory>
+inline float element(const Source& s, size_t i) {
+  const float x = Load<D>::at(static_cast<const typename Load<D>::type*>(s.gradient), i);
+  if constexpr (!Memory) return x;
+  return s.decay == 1.0f ? s.memory[i] + x : s.memory[i] * s.decay + x;
+}
+
+// Calls visit(begin, end) for the whole vector, or for one line at a random place of each stratum. Lines are fetched
+// ahead in batches: they are far apart, and each would cost a wait for memory otherwise.
+template <class Prefetch, class Visit>
+void for_sample(size_t n, uint64_t wanted, uint64_t seed, Prefetch&& prefetch, Visit&& visit) {
+  const uint64_t lines = (wanted + kLine - 1) / kLine, all = n / kLine;
+  if (lines >= all) return visit(size_t(0), n);
+  constexpr uint64_t kBatch = 32;
+  size_t begins[2][kBatch];
+  const auto fetch = [&](uint64_t first, size_t* into) {
+    const uint64_t count = first < lines ? std::min(kBatch, lines - first) : 0;
+    for (uint64_t j = 0; j < count; ++j) {
+      into[j] = size_t(stratum_position(seed, first + j, lines, all)) * kLine;
+      prefetch(into[j]);
+    }
+    return count;
+  };
+  uint64_t count = fetch(0, begins[0]);
+  for (uint64_t first = 0, turn = 0; count; first += kBatch, turn ^= 1) {
+    const uint64_t next = fetch(first + kBatch, begins[turn ^ 1]);
+    for (uint64_t j = 0; j < count; ++j) visit(begins[turn][j], begins[turn][j] + kLine);
+    count = next;
+  }
+}
+
+template <Dtype D, bool Memory>
+inline void fetch_line(const Source& s, size_t i) {
+  __builtin_prefetch(static_cast<const typename Load<D>::type*>(s.gradient) + i);
+  if constexpr (Memory) __builtin_prefetch(s.memory + i);
+}
+
+template <class F>
+auto with_source(const Source& s, F&& f) {
+  return with_dtype(s.dtype, [&]<Dtype D>() {
+    return s.memory ? f.template operator()<D, true>() : f.template operator()<D, false>();
+  });
+}
+
+}  // namespace
+
+uint64_t histogram(const Vector& v, uint64_t wanted, uint64_t seed, uint32_t* counts) {
+  uint64_t taken = 0;
+  with_source(v.source, [&]<Dtype D, bool Memory>() {
+    const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
+    for_sample(v.n, wanted, seed, prefetch, [&](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; ++i) ++counts[magnitude_bits(element<D, Memory>(v.source, i)) >> kBinShift];
+      taken += end - begin;
+    });
+  });
+  return taken;
+}
+
+float threshold_of(const uint32_t* counts, double above) {
+  double seen = 0;
+  for (size_t bin = kBins; bin-- > 0;) {
+    if (counts[bin] == 0 || (seen += counts[bin]) <= above) continue;
+    const float low = std::bit_cast<float>(uint32_t(bin) << kBinShift);
+    const float high = std::bit_cast<float>((uint32_t(bin) + 1) << kBinShift);
+    return float(low + (high - low) * ((seen - above) / counts[bin]));
+  }
+  return 0.0f;
+}
+
+Moments moments(const Vector& v, uint64_t wanted, uint64_t seed) {
+  Moments m;
+  with_source(v.source, [&]<Dtype D, bool Memory>() {
+    const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
+    for_sample(v.n, wanted, seed, prefetch, [&](size_t begin, size_t end) {
+      // Eight lanes in registers; the elements left over go to the first lanes.
+      double sum[8] = {}, squares[8] = {}, magnitudes[8] = {};
+      const auto take = [&](size_t i, size_t lane) {
+        const double x = element<D, Memory>(v.source, i);
+        sum[lane] += x;
+        squares[lane] += x * x;
+        magnitudes[lane] += std::fabs(x);
+      };
+      size_t i = begin;
+      for (; i + 8 <= end; i += 8)
+        for (size_t lane = 0; lane < 8; ++lane) take(i + lane, lane);
+      for (; i < end; ++i) take(i, i & 7);
+      for (int lane = 0; lane < 8; ++lane) {
+        m.sum += sum[lane];
+        m.squares += squares[lane];
+        m.magnitudes += magnitudes[lane];
+      }
+      m.count += end - begin;
+    });
+  });
+  return m;
+}
+
+OrderStatistic select(const std::vector<Vector>& vectors, uint64_t rank) {
+  // Three digits of 14, 9 and 8 bits, from the top: each pass narrows the prefix that the answer has.
+  constexpr unsigned shifts[] = {17, 8, 0}, widths[] = {14, 9, 8};
+  uint32_t prefix = 0;
+  uint64_t greater = 0, equal = 0;
+  for (int digit = 0; digit < 3; ++digit) {
+    const unsigned shift = shifts[digit], width = widths[digit];
+    std::vector<uint64_t> counts(size_t(1) << width);
+    const uint32_t mask = (1u << width) - 1;
+    for (const Vector& v : vectors)
+      with_source(v.source, [&]<Dtype D, bool Memory>() {
+        for (size_t i = 0; i < v.n; ++i) {
+          const uint32_t bits = magnitude_bits(element<D, Memory>(v.source, i));
+          if (bits >> shift >> width == prefix) ++counts[bits >> shift & mask];
+        }
+      });
+    uint32_t bin = mask;
+    while (greater + counts[bin] <= rank) greater += counts[bin--];
+    prefix = prefix << width | bin;
+    equal = counts[bin];
+  }
+  return {std::bit_cast<float>(prefix), greater, equal};
+}
+
+uint64_t collect_above(const Vector& v, float threshold, float* out, uint64_t capacity) {
+  uint32_t offsets[kChunk + kSlack];
+  float values[kChunk + kSlack];
+  const Scan scan = scan_in_use();
+  uint64_t count = 0;
+  for (size_t begin = 0; begin < v.n; begin += kChunk) {
+    const size_t kept = scan(v.source, begin, std::min(kChunk, v.n - begin), threshold, false, offsets, values);
+    for (size_t i = 0; i < kept && count + i < capacity; ++i) out[count + i] = magnitude(values[i]);
+    count += kept;
+  }
+  return count;
+}
+
+bool all_finite(const void* data, Dtype dtype, size_t n) {
+#if defined(__x86_64__)
+  if (avx2_in_use()) return all_finite_avx2(data, dtype, n);
+#endif
+  // An element is not finite when all bits of its exponent are set.
+  int32_t bad = 0;
+  if (dtype == Dtype::float32) {
+    const auto* p = static_cast<const int32_t*>(data);
+    for (size_t i = 0; i < n; ++i) bad |= -int32_t((p[i] & 0x7f800000) == 0x7f800000);
+  } else {
+    const int16_t exponent = dtype == Dtype::float16 ? 0x7c00 : 0x7f80;
+    const auto* p = static_cast<const int16_t*>(data);
+    for (size_t i = 0; i < n; ++i) bad |= -int32_t((p[i] & exponent) == exponent);
+  }
+  return bad == 0;
+}
+
+}  // namespace thinwire

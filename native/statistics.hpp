@@ -1,0 +1,44 @@
+// What selections ask of a vector: sampled histograms and moments, exact order statistics, finiteness.
+#pragma once
+#include <vector>
+
+#include "scan.hpp"
+
+namespace thinwire {
+
+// Bins of |x| by the float's exponent and six bits of its fraction: each about 1 % wide.
+constexpr unsigned kBinShift = 17;
+constexpr size_t kBins = size_t(1) << (31 - kBinShift);
+
+struct Vector {
+  Source source;  // read as memory * decay + gradient where there is a memory; never written here
+  size_t n;
+};
+
+// Adds about `wanted` sampled magnitudes to counts[kBins]; returns how many. wanted >= n takes all.
+uint64_t histogram(const Vector&, uint64_t wanted, uint64_t seed, uint32_t* counts);
+
+// The magnitude that `above` of the counted ones exceed, interpolated within its bin.
+float threshold_of(const uint32_t* counts, double above);
+
+struct Moments {
+  uint64_t count = 0;
+  double sum = 0, squares = 0, magnitudes = 0;
+};
+Moments moments(const Vector&, uint64_t wanted, uint64_t seed);
+
+struct OrderStatistic {
+  float value;       // of rank `rank` (0 = largest magnitude)
+  uint64_t greater;  // how many magnitudes are greater
+  uint64_t equal;    // how many are equal to it
+};
+// Exact, by radix histograms over all vectors together, without a copy of them.
+OrderStatistic select(const std::vector<Vector>&, uint64_t rank);
+
+// Copies the magnitudes above a threshold, at most `capacity` of them; returns how many there are.
+uint64_t collect_above(const Vector&, float threshold, float* out, uint64_t capacity);
+
+bool all_finite(const void* data, Dtype, size_t n);
+bool all_finite_avx2(const void* data, Dtype, size_t n);
+
+}  // namespace thinwire

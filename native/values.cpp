@@ -1,0 +1,237 @@
+// Quantisers. Each operation rounds on its own, in the order written here, because the torch twin does the same.
+#include "values.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace thinwire {
+namespace {
+
+// A block whose largest magnitude is outside of these limits is written as zeros and stays in the memory:
+// above, base + step * level could overflow at the receiver; below, the fixed-point scale would.
+constexpr float kLargest = 0x1p120f;
+constexpr float kSmallest = 0x1p-100f;
+
+struct Scales {
+  float first;   // base of the levels, or the mean of the positive values (Sign)
+  float second;  // step between the levels, or the mean magnitude of the negative values (Sign)
+};
+
+unsigned bits_of(Format f) {
+  switch (f) {
+    case Format::bits8: return 8;
+    case Format::bits4: return 4;
+    case Format::bits2: return 2;
+    case Format::sign: return 1;
+    case Format::float32: return 32;
+    default: return 16;
+  }
+}
+
+bool has_scales(Format f) { return f >= Format::bits8; }
+
+// Means as sums of integers: exact, so that the order of addition (lanes, GPUs) does not matter.
+struct FixedPoint {
+  float scale;
+  double unit;
+  explicit FixedPoint(float largest) {
+    int exponent;
+    std::frexp(largest, &exponent);
+    scale = std::ldexp(1.0f, 24 - exponent);
+    unit = std::ldexp(1.0, exponent - 24);
+  }
+  int64_t of(float x) const { return int64_t(magnitude(x) * scale); }
+  float mean(int64_t sum, int64_t count) const { return count ? float(double(sum) / double(count) * unit) : 0.0f; }
+};
+
+float largest_of(const float* v, size_t n) {
+  uint32_t bits = 0;
+  for (size_t i = 0; i < n; ++i) bits = magnitude_bits(v[i]) > bits ? magnitude_bits(v[i]) : bits;
+  return std::bit_cast<float>(bits);
+}
+
+float smallest_of(const float* v, size_t n) {
+  uint32_t bits = 0x7f800000u;
+  for (size_t i = 0; i < n; ++i) bits = magnitude_bits(v[i]) < bits ? magnitude_bits(v[i]) : bits;
+  return std::bit_cast<float>(bits);
+}
+
+// Two bits: the means of the magnitudes below and above the block's mean, which lose less than its extremes.
+Scales two_means(const float* v, size_t n, const FixedPoint& fixed, float& split) {
+  int64_t sum = 0;
+  for (size_t i = 0; i < n; ++i) sum += fixed.of(v[i]);
+  split = fixed.mean(sum, int64_t(n));
+  int64_t low = 0, high = 0, above = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const bool up = magnitude(v[i]) > split;
+    (up ? high : low) += fixed.of(v[i]);
+    above += up;
+  }
+  const float base = fixed.mean(low, int64_t(n) - above);
+  return {base, above ? fixed.mean(high, above) - base : 0.0f};
+}
+
+Scales sign_means(const float* v, size_t n, const FixedPoint& fixed) {
+  int64_t up = 0, down = 0, negatives = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const bool negative = std::signbit(v[i]);
+    (negative ? down : up) += fixed.of(v[i]);
+    negatives += negative;
+  }
+  return {fixed.mean(up, int64_t(n) - negatives), fixed.mean(down, negatives)};
+}
+
+// To nearest, ties to even, for 0 <= x < 2^22: the addition leaves no room for a fraction.
+inline float nearest(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+
+// codes[i] = sign above level; the receiver reads sign * (base + step * level).
+Scales choose_levels(Format f, const float* v, size_t n, const Rounding& rounding, uint8_t* codes) {
+  const unsigned bits = bits_of(f);
+  const int top = (1 << (bits - 1)) - 1;
+  const float largest = largest_of(v, n);
+  if (largest > kLargest || largest < kSmallest) {
+    std::memset(codes, 0, n);
+    return {0.0f, 0.0f};
+  }
+  const auto code = [&](float x, int level) { return uint8_t(unsigned(std::signbit(x)) << (bits - 1) | unsigned(level)); };
+  if (f == Format::bits2 && !rounding.stochastic) {
+    float split = 0.0f;
+    const Scales s = two_means(v, n, FixedPoint(largest), split);
+    for (size_t i = 0; i < n; ++i) codes[i] = code(v[i], magnitude(v[i]) > split);
+    return s;
+  }
+  const float smallest = smallest_of(v, n);
+  const Scales s{smallest, (largest - smallest) / float(top)};
+  // Dividing by infinity gives level 0 where all magnitudes are equal.
+  const float step = s.second > 0.0f ? s.second : std::numeric_limits<float>::infinity();
+  float levels[kBlock];
+  for (size_t i = 0; i < n; ++i) levels[i] = (magnitude(v[i]) - smallest) / step;
+  if (rounding.stochastic)
+    for (size_t i = 0; i < n; ++i) {
+      const uint64_t random = mix(rounding.seed + rounding.counter + i);
+      levels[i] = float(int(levels[i] + float(random >> 40) * 0x1p-24f));
+    }
+  for (size_t i = 0; i < n; ++i) codes[i] = code(v[i], std::min(int(nearest(levels[i])), top));
+  return s;
+}
+
+Scales choose_signs(const float* v, size_t n, uint8_t* codes) {
+  for (size_t i = 0; i < n; ++i) codes[i] = std::signbit(v[i]);
+  const float largest = largest_of(v, n);
+  if (largest > kLargest || largest < kSmallest) return {0.0f, 0.0f};
+  return sign_means(v, n, FixedPoint(largest));
+}
+
+template <unsigned Bits>
+void pack(const uint8_t* codes, size_t n, uint8_t* out) {
+  constexpr size_t per = 8 / Bits;
+  for (size_t i = 0; i < n; i += per) {
+    unsigned packed = 0;
+    for (size_t j = 0; j < per && i + j < n; ++j) packed |= unsigned(codes[i + j]) << (j * Bits);
+    *out++ = uint8_t(packed);
+  }
+}
+
+template <unsigned Bits>
+void unpack(const uint8_t* in, size_t n, uint8_t* codes) {
+  constexpr size_t per = 8 / Bits;
+  for (size_t i = 0; i < n; ++i) codes[i] = uint8_t(in[i / per] >> (i % per * Bits) & ((1u << Bits) - 1));
+}
+
+// Calls f.operator()<bits>() for a format with scales.
+template <class F>
+void with_bits(Format format, F&& f) {
+  switch (format) {
+    case Format::bits8: return f.template operator()<8>();
+    case Format::bits4: return f.template operator()<4>();
+    case Format::bits2: return f.template operator()<2>();
+    default: return f.template operator()<1>();
+  }
+}
+
+// The values of codes, as the receiver computes them: sender and receiver share this function.
+template <unsigned Bits>
+void dequantise(Scales s, const uint8_t* codes, size_t n, float* v) {
+  if constexpr (Bits == 1) {
+    for (size_t i = 0; i < n; ++i) v[i] = codes[i] ? -s.second : s.first;
+  } else {
+    constexpr uint32_t top = (1u << (Bits - 1)) - 1;
+    for (size_t i = 0; i < n; ++i) {
+      const float m = s.first + s.second * float(int(codes[i] & top));
+      v[i] = std::bit_cast<float>(std::bit_cast<uint32_t>(m) | uint32_t(codes[i] >> (Bits - 1)) << 31);
+    }
+  }
+}
+
+template <class T>
+T read_as(const uint8_t* in, size_t i) {
+  T x;
+  std::memcpy(&x, in + i * sizeof(T), sizeof(T));
+  return x;
+}
+
+}  // namespace
+
+unsigned value_bits(Format format) { return bits_of(format); }
+
+size_t block_bytes(Format f, size_t n) { return (has_scales(f) ? sizeof(Scales) : 0) + (n * bits_of(f) + 7) / 8; }
+
+size_t write_block(Format f, const float* v, size_t n, Rounding rounding, uint8_t* out, float* sent) {
+  if (f == Format::float32) {
+    std::memcpy(out, v, n * 4);
+    std::memcpy(sent, v, n * 4);
+  } else if (!has_scales(f)) {
+    for (size_t i = 0; i < n; ++i) {
+      const uint16_t half = f == Format::float16 ? to_float16(v[i]) : to_bfloat16(v[i]);
+      std::memcpy(out + 2 * i, &half, 2);
+      sent[i] = f == Format::float16 ? from_float16(half) : from_bfloat16(half);
+    }
+  } else {
+    uint8_t codes[kBlock];
+    const Scales s = f == Format::sign ? choose_signs(v, n, codes) : choose_levels(f, v, n, rounding, codes);
+    std::memcpy(out, &s, sizeof s);
+    with_bits(f, [&]<unsigned Bits>() {
+      pack<Bits>(codes, n, out + sizeof s);
+      dequantise<Bits>(s, codes, n, sent);
+    });
+  }
+  return block_bytes(f, n);
+}
+
+void read_block(Format f, const uint8_t* in, size_t n, float* v) {
+  if (f == Format::float32) {
+    std::memcpy(v, in, n * 4);
+  } else if (f == Format::float16) {
+    for (size_t i = 0; i < n; ++i) v[i] = from_float16(read_as<uint16_t>(in, i));
+  } else if (f == Format::bfloat16) {
+    for (size_t i = 0; i < n; ++i) v[i] = from_bfloat16(read_as<uint16_t>(in, i));
+  } else {
+    const Scales s = read_as<Scales>(in, 0);
+    with_bits(f, [&]<unsigned Bits>() {
+      uint8_t codes[kBlock];
+      unpack<Bits>(in + sizeof s, n, codes);
+      dequantise<Bits>(s, codes, n, v);
+    });
+  }
+}
+
+const char* check_block(Format f, const uint8_t* in, size_t n) {
+  if (f == Format::float32) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; ++i) bad |= (read_as<uint32_t>(in, i) & 0x7fffffffu) >= 0x7f800000u;
+    return bad ? "a value is not finite" : nullptr;
+  }
+  if (!has_scales(f)) {
+    const uint16_t infinity = f == Format::float16 ? 0x7c00u : 0x7f80u;
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; ++i) bad |= (read_as<uint16_t>(in, i) & 0x7fffu) >= infinity;
+    return bad ? "a value is not finite" : nullptr;
+  }
+  const Scales s = read_as<Scales>(in, 0);
+  if (!(s.first >= 0.0f && s.first <= 2 * kLargest && s.second >= 0.0f && s.second <= 2 * kLargest))
+    return "a scale is negative, too large or not a number";
+  return nullptr;
+}
+
+}  // namespace thinwire

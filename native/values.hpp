@@ -1,0 +1,28 @@
+// How kept values are written: a block of up to kBlock floats becomes two scales and packed codes, and back.
+#pragma once
+#include "common.hpp"
+
+namespace thinwire {
+
+// Bytes that a block of n values takes in a format, its scales included.
+size_t block_bytes(Format format, size_t n);
+
+// Bits of one value, scales not counted.
+unsigned value_bits(Format format);
+
+struct Rounding {
+  bool stochastic = false;
+  uint64_t seed = 0;
+  uint64_t counter = 0;  // of the block's first value
+};
+
+// Writes the block to out and what the receiver will read to sent; returns the bytes written.
+size_t write_block(Format format, const float* values, size_t n, Rounding rounding, uint8_t* out, float* sent);
+
+// Reads n values; the block has been validated.
+void read_block(Format format, const uint8_t* in, size_t n, float* values);
+
+// What is wrong with a block's values, or null: a receiver must never get a value that is not finite.
+const char* check_block(Format format, const uint8_t* in, size_t n);
+
+}  // namespace thinwire

@@ -1,0 +1,1 @@
+"""The codec: a tensor becomes a frame of bytes and back."""

@@ -1,0 +1,96 @@
+"""Frame: self-describing bytes for many tensors, validated from first to last before anything is believed.
+
+The layout is documented in docs/wire-format.md; bytes are made by the native writer and read by the native reader.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire import _native
+from thinwire.codec.values import Values
+from thinwire.errors import FrameError
+
+BLOCK = _native.BLOCK
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One encoded message. `data` is a one-dimensional uint8 tensor on the CPU."""
+
+    data: Tensor
+    non_finite: str | None = None  # encoder only: the name of the tensor that was not finite
+    counts: tuple[int, ...] = field(default=())  # encoder only: entries sent per tensor
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> "Frame":
+        """A frame as it came from a file or a socket; it is checked when it is read."""
+        buffer = bytearray(data)
+        return cls(torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8))
+
+    def tobytes(self) -> bytes:
+        return self.data.numpy().tobytes()
+
+    def __len__(self) -> int:
+        return self.data.numel()
+
+
+class FrameReader:
+    """A validated frame. `numels` are the sizes of the tensors that the receiver expects, in the sender's order.
+
+    With `trailing=True` bytes after the frame are ignored (padding of collectives of a fixed size).
+    Raises FrameError and changes nothing if any byte is wrong.
+    """
+
+    def __init__(self, frame: Frame | Tensor, numels: Sequence[int], *, trailing: bool = False) -> None:
+        data = frame.data if isinstance(frame, Frame) else frame
+        if data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
+            raise FrameError("a frame is a one-dimensional uint8 tensor on the CPU")
+        self._data = data.contiguous()  # the reader points into these bytes
+        self._reader = _native.Reader(self._data.data_ptr(), data.numel(), list(numels), trailing)
+
+    @property
+    def non_finite(self) -> bool:
+        """Whether the sender's input was not finite; then the frame is empty."""
+        return self._reader.non_finite
+
+    @property
+    def length(self) -> int:
+        return self._reader.length
+
+    @property
+    def sections(self) -> list[_native.Section]:
+        """What is inside, per tensor present: id, numel, count, format, strata."""
+        return self._reader.sections
+
+    def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
+        """outs[id] += weight * values, for every tensor in the frame; outs are contiguous float32 CPU tensors."""
+        for section in self._reader.sections:
+            out = outs[section.id]
+            assert out.dtype == torch.float32 and out.is_contiguous() and out.numel() == section.numel
+            self._reader.add(section, out.data_ptr(), weight)
+
+    def entries(self, section: _native.Section) -> tuple[Tensor, Tensor]:
+        """Positions (int64) and values (float32) of one tensor's entries."""
+        positions = torch.empty(section.count, dtype=torch.int64)
+        values = torch.empty(section.count)
+        self._reader.entries(section, positions.data_ptr(), values.data_ptr())
+        return positions, values
+
+
+def section_bound(n: int, count: int, values: Values, *, whole: bool = False) -> int:
+    """Bytes that up to `count` entries of n elements take at the most; `whole`: all n, so no positions.
+
+    A gap costs at most 4 + log2(n / count) bits on average: see positions.cpp for why the quotients are bounded.
+    """
+    if count == 0:
+        return _native.SECTION_BYTES
+    blocks = -(-count // BLOCK)
+    gaps = 0.0 if whole else count * (4.0 + math.log2(n / count)) / 8.0
+    stored = count // BLOCK * _native.block_bytes(values.code, BLOCK)
+    rest = count % BLOCK
+    stored += _native.block_bytes(values.code, rest) if rest else 0
+    return _native.SECTION_BYTES + math.ceil(gaps) + 2 * blocks + stored

@@ -1,0 +1,222 @@
+"""Selection: which entries travel.
+
+A selection looks at a group of vectors and returns a `Cut` (a threshold, and how many of the entries equal to it
+may pass) or, for random selection, `Strata`. It knows nothing of names, networks and memories.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from thinwire import _native
+from thinwire.codec.density import Density, check_density, density_at
+from thinwire.codec.vectors import Group
+
+# Entries above the threshold that a sample should hold: the kept count is then off by about 1/sqrt of this.
+_EXCEED = 1500
+_SAMPLE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Entries whose magnitude exceeds `threshold` travel, and the first `ties` of those equal to it."""
+
+    threshold: float
+    ties: int = 0
+
+
+@dataclass(frozen=True)
+class Strata:
+    """One entry at a random place in each of `count` equal parts; the seed alone tells the places."""
+
+    count: int
+    seed: int
+
+
+class Selection(ABC):
+    """Turns a group of vectors into a cut. Frozen; what it must remember lives in the `state` that it is given."""
+
+    shares_threshold: ClassVar[bool] = True  # whether one cut can serve several tensors (scope="global")
+
+    @abstractmethod
+    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut | Strata:
+        """The entries to send at this step. `key` tells groups apart and is the same on every rank."""
+
+    def learn(self, selected: int, magnitudes: float, state: dict[str, float]) -> None:
+        """What became of the cut: entries selected and the sum of their magnitudes."""
+
+    def expected(self, n: int, step: int) -> int:
+        """Entries that n elements are expected to yield; n where nothing is known."""
+        return n
+
+
+def count_of(density: float, n: int) -> int:
+    """Entries that a density means: at least one of any that exist."""
+    return min(n, max(1, math.floor(density * n + 0.5)))
+
+
+def _sampled(group: Group, density: float, step: int) -> float | None:
+    """A sampled threshold, or None where so much of the group would be sampled that exact is as cheap."""
+    wanted = int(_EXCEED / density)
+    if 2 * wanted >= group.n:
+        return None
+    return group.sampled_thresholds([density], wanted, step)[0]
+
+
+@dataclass(frozen=True)
+class TopK(Selection):
+    """The share `density` of the entries with the largest magnitudes; of equal ones the first.
+
+    Zeros never travel. By default the threshold comes from a sample (the kept share is within a few per cent of
+    the density); `exact=True` gives exactly the k largest.
+    """
+
+    density: Density
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+        density = density_at(self.density, step)
+        k = count_of(density, group.n)
+        if k == group.n:
+            return Cut(0.0)
+        threshold = None if self.exact else _sampled(group, density, step)
+        if threshold is not None:
+            return Cut(threshold, k if threshold > 0.0 else 0)
+        value, greater, _ = group.order_statistic(k - 1)
+        return Cut(value, k - greater if value > 0.0 else 0)
+
+    def expected(self, n: int, step: int) -> int:
+        return count_of(density_at(self.density, step), n)
+
+
+@dataclass(frozen=True)
+class Percentile(Selection):
+    """SparsifyGradients' rule: magnitudes strictly above this percentile of the magnitudes travel.
+
+    The exact percentile interpolates linearly between the two nearest magnitudes, as numpy does.
+    """
+
+    percentile: float | Density = 90.0
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.percentile) and not 0.0 <= self.percentile < 100.0:
+            raise ValueError(f"a percentile must lie in [0, 100), not {self.percentile}")
+
+    def _percent(self, step: int) -> float:
+        if callable(self.percentile):
+            return 100.0 * (1.0 - density_at(self.percentile, step))
+        return self.percentile
+
+    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+        percent = self._percent(step)
+        threshold = None if self.exact else _sampled(group, 1.0 - percent / 100.0, step)
+        return Cut(threshold if threshold is not None else self._interpolated(group, percent))
+
+    @staticmethod
+    def _interpolated(group: Group, percent: float) -> float:
+        place = percent / 100.0 * (group.n - 1)
+        below = math.floor(place)
+        rank = group.n - 1 - below
+        low, greater, _ = group.order_statistic(rank)
+        if rank == 0 or rank - 1 >= greater:
+            return low
+        high = group.order_statistic(rank - 1)[0]
+        threshold = float(torch.tensor(low + (high - low) * (place - below), dtype=torch.float32))
+        # Rounding to float32 must not lift the threshold to the magnitude that lies above the percentile.
+        return threshold if threshold < high else low
+
+    def expected(self, n: int, step: int) -> int:
+        return count_of(1.0 - self._percent(step) / 100.0, n)
+
+
+@dataclass(frozen=True)
+class Threshold(Selection):
+    """Magnitudes above a fixed value travel."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        if not (self.value >= 0.0 and math.isfinite(self.value)):
+            raise ValueError(f"a threshold must be finite and not negative, not {self.value}")
+
+    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+        return Cut(self.value)
+
+
+@dataclass(frozen=True)
+class StdDev(Selection):
+    """Magnitudes above `deviations` standard deviations travel."""
+
+    deviations: float = 2.0
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.deviations > 0.0 and math.isfinite(self.deviations)):
+            raise ValueError(f"a number of standard deviations must be positive, not {self.deviations}")
+
+    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+        if self.exact:
+            group.settle()
+        return Cut(self.deviations * group.moments(group.n if self.exact else _SAMPLE, step).deviation)
+
+
+@dataclass(frozen=True)
+class Dynamic(Selection):
+    """Tsai's rule: the next threshold is the mean of the magnitudes above the present one; no sort.
+
+    The mean of what exceeds a threshold always exceeds it too, so the bare rule climbs until nothing is sent.
+    The threshold is therefore kept where a sample says that between `floor` and `ceiling` of the entries pass.
+    It starts at `start`, or at the mean magnitude.
+    """
+
+    floor: float = 0.001
+    ceiling: float = 0.1
+    start: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.floor <= self.ceiling <= 1.0:
+            raise ValueError(f"Dynamic needs 0 < floor <= ceiling <= 1, not {self.floor} and {self.ceiling}")
+
+    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+        # Whether this group starves or floods is seen from few exceeding entries: a fifth of TopK's sample.
+        wanted = int(_EXCEED / 5 / self.floor)
+        low, high = group.sampled_thresholds([self.ceiling, self.floor], wanted, step)
+        threshold = state.get("threshold", self.start)
+        if threshold is None:
+            found = group.moments(_SAMPLE, step)
+            threshold = found.magnitudes / max(found.count, 1)
+        threshold = min(max(threshold, low), high)
+        state["threshold"] = threshold
+        return Cut(threshold, count_of(self.floor, group.n) if threshold > 0.0 else 0)
+
+    def learn(self, selected: int, magnitudes: float, state: dict[str, float]) -> None:
+        state["threshold"] = magnitudes / selected if selected else state["threshold"] / 2.0
+
+    def expected(self, n: int, step: int) -> int:
+        return count_of(self.ceiling, n)
+
+
+@dataclass(frozen=True)
+class RandomK(Selection):
+    """The share `density` of the entries, at random places that every rank derives from the same seed and step."""
+
+    density: Density
+    seed: int = 0
+    shares_threshold: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Strata:
+        seed = _native.mix(_native.mix(_native.mix(self.seed) ^ step) ^ key)
+        return Strata(count_of(density_at(self.density, step), group.n), seed)
+
+    def expected(self, n: int, step: int) -> int:
+        return count_of(density_at(self.density, step), n)

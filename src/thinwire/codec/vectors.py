@@ -1,0 +1,181 @@
+"""Vectors: what a selection may ask of gradient + memory, answered by the native kernels or by torch operations.
+
+A group is one or several tensors that share a threshold; both implementations give the same answers to exact
+questions, and answers of the same quality to sampled ones.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire import _native
+
+# (address of the gradient, dtype code, address of the memory or 0, decay, numel), as the kernels take it
+Described = tuple[int, int, int, float, int]
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+# Above this many elements an exact order statistic narrows the search with a sample first.
+_LARGE = 1 << 19
+# Candidates above a sampled threshold are copied only while they are few.
+_FEW = 0.2
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of a sample: its size and the sums of x, x^2 and |x|."""
+
+    count: int
+    sum: float
+    squares: float
+    magnitudes: float
+
+    @property
+    def deviation(self) -> float:
+        if not self.count:
+            return 0.0
+        mean = self.sum / self.count
+        return float(max(self.squares / self.count - mean * mean, 0.0) ** 0.5)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One tensor on its way out: decay * memory + gradient, or the gradient alone where memory is None.
+
+    `held` receives what is not sent; `mask` is cleared where something was sent. Both may be None.
+    """
+
+    gradient: Tensor
+    memory: Tensor | None
+    decay: float
+    held: Tensor | None
+    mask: Tensor | None
+
+    @property
+    def n(self) -> int:
+        return self.gradient.numel()
+
+    @property
+    def described(self) -> Described:
+        memory = self.memory.data_ptr() if self.memory is not None else 0
+        gradient = self.gradient
+        return (gradient.data_ptr(), DTYPES[gradient.dtype], memory, self.decay, gradient.numel())
+
+    def accumulated(self) -> Tensor:
+        """Gradient + memory as a new float32 tensor; the memory is not touched."""
+        gradient = self.gradient.reshape(-1).float()
+        if self.memory is None:
+            return gradient
+        return (self.memory if self.decay == 1.0 else self.memory * self.decay) + gradient
+
+    def settled(self) -> "Vector":
+        """The same vector with the sum already written to the memory."""
+        if self.memory is None:
+            return self
+        if self.gradient.device.type == "cpu":
+            _native.accumulate(self.described)
+        else:
+            self.memory.copy_(self.accumulated())
+        return replace(self, gradient=self.memory, memory=None, decay=1.0)
+
+
+class Group(ABC):
+    """Vectors that share one threshold."""
+
+    def __init__(self, vectors: Sequence[Vector]) -> None:
+        self.vectors = list(vectors)
+        self.n = sum(v.n for v in vectors)
+
+    def settle(self) -> None:
+        """Add the gradients to the memories now: exact questions read every element more than once."""
+        self.vectors = [v.settled() for v in self.vectors]
+
+    @abstractmethod
+    def sampled_thresholds(self, densities: Sequence[float], wanted: int, seed: int) -> list[float]:
+        """For each density a threshold that about this share of the magnitudes exceeds, from a sample."""
+
+    @abstractmethod
+    def moments(self, wanted: int, seed: int) -> Moments:
+        """Moments of about `wanted` sampled elements, or of all."""
+
+    @abstractmethod
+    def order_statistic(self, rank: int) -> tuple[float, int, int]:
+        """The magnitude of a rank (0 = largest), exactly, how many are greater and how many are equal."""
+
+
+class NativeGroup(Group):
+    """CPU tensors, by the kernels."""
+
+    def sampled_thresholds(self, densities: Sequence[float], wanted: int, seed: int) -> list[float]:
+        counts = torch.zeros(_native.BINS, dtype=torch.int32)
+        taken = 0
+        for i, vector in enumerate(self.vectors):
+            share = -(-wanted * vector.n // max(self.n, 1))
+            taken += _native.histogram(vector.described, share, _native.mix(seed + i), counts.data_ptr())
+        return [_native.threshold_of(counts.data_ptr(), taken * density) for density in densities]
+
+    def moments(self, wanted: int, seed: int) -> Moments:
+        total = [0.0] * 4
+        for i, vector in enumerate(self.vectors):
+            share = -(-wanted * vector.n // max(self.n, 1))
+            for j, part in enumerate(_native.moments(vector.described, share, _native.mix(seed + i))):
+                total[j] += part
+        return Moments(int(total[0]), *total[1:])
+
+    def order_statistic(self, rank: int) -> tuple[float, int, int]:
+        self.settle()
+        density = (rank + 1) / self.n
+        if self.n > _LARGE and density <= _FEW:
+            found = self._among_candidates(rank, density)
+            if found is not None:
+                return found
+        return _native.select([v.described for v in self.vectors], rank)
+
+    def _among_candidates(self, rank: int, density: float) -> tuple[float, int, int] | None:
+        """Answer from the few magnitudes above a low sampled guess; None if the guess was bad."""
+        wanted = int(min(self.n, 1500 / density))
+        margin = 1.0 + 4.0 / (wanted * density) ** 0.5
+        (guess,) = self.sampled_thresholds([min(1.0, density * margin)], wanted, 0)
+        capacity = int((rank + 1) * (2 * margin - 1.0)) + 4096
+        candidates = torch.empty(capacity)
+        count = 0
+        for vector in self.vectors:
+            at = candidates.data_ptr() + 4 * min(count, capacity)
+            count += _native.collect_above(vector.described, guess, at, max(capacity - count, 0))
+        if not rank < count <= capacity:
+            return None
+        return _native.select([(candidates.data_ptr(), 0, 0, 1.0, count)], rank)
+
+
+class TorchGroup(Group):
+    """Any device, by torch operations: serves GPUs and is the oracle of the kernels' tests."""
+
+    def _sample(self, wanted: int) -> Tensor:
+        if wanted >= self.n:
+            return torch.cat([v.accumulated() for v in self.vectors])
+        stride = max(1, self.n // wanted)
+        parts = []
+        for v in self.vectors:
+            memory = v.memory[::stride] if v.memory is not None else None
+            parts.append(replace(v, gradient=v.gradient.reshape(-1)[::stride], memory=memory).accumulated())
+        return torch.cat(parts)
+
+    def sampled_thresholds(self, densities: Sequence[float], wanted: int, seed: int) -> list[float]:
+        magnitudes = self._sample(wanted).abs().sort(descending=True).values
+        if not len(magnitudes):
+            return [0.0 for _ in densities]
+        ranks = [min(int(density * len(magnitudes)), len(magnitudes) - 1) for density in densities]
+        return [float(magnitudes[rank]) for rank in ranks]
+
+    def moments(self, wanted: int, seed: int) -> Moments:
+        x = self._sample(wanted).double()
+        return Moments(x.numel(), float(x.sum()), float(x.square().sum()), float(x.abs().sum()))
+
+    def order_statistic(self, rank: int) -> tuple[float, int, int]:
+        self.settle()
+        magnitudes = torch.cat([v.accumulated() for v in self.vectors]).abs()
+        value = magnitudes.topk(rank + 1).values[-1]
+        return float(value), int((magnitudes > value).sum()), int((magnitudes == value).sum())

@@ -1,0 +1,55 @@
+"""The codec as a user meets it: what was sent and what is held back make up the gradient."""
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.codec.memory import Memory
+from thinwire.codec.selection import Selection
+
+SELECTIONS: list[Selection] = [
+    tw.TopK(0.05),
+    tw.TopK(0.05, exact=True),
+    tw.Percentile(90),
+    tw.Percentile(90, exact=True),
+    tw.Threshold(1.5),
+    tw.StdDev(2.0),
+    tw.Dynamic(),
+    tw.RandomK(0.05, seed=3),
+]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+def test_nothing_is_lost(selection: Selection, kernels: str, scope: str) -> None:
+    torch.manual_seed(0)
+    codec = tw.Codec(selection, tw.Float32(), kernels=kernels, scope=scope)
+    shapes = {"w": (300, 40), "b": (40,), "v": (5000,), "none": (0,)}
+    held = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for _ in range(4):
+        gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
+        frame = codec.encode(gradients)
+        sent = tw.Codec.decode(frame, gradients)
+        for name, gradient in gradients.items():
+            now = codec.held(name)["residual"].view(gradient.shape)
+            assert torch.equal(sent[name] + now, held[name] + gradient)
+            held[name] = now.clone()
+        assert torch.equal(sent["b"], sent["b"]) and not codec.held("b")["residual"].any()
+
+
+@pytest.mark.parametrize("memory", [tw.Drop(), tw.Residual(0.9), tw.MomentumResidual(0.9)], ids=str)
+def test_non_finite_input_is_reported_and_leaves_the_memory_alone(memory: Memory) -> None:
+    codec = tw.Codec(0.1, memory=memory)
+    codec.encode({"a": torch.randn(3000), "b": torch.randn(10)})
+    before = codec.state_dict()
+    bad = torch.randn(3000)
+    bad[2999] = float("inf")
+    frame = codec.encode({"a": bad, "b": torch.randn(10)})
+    assert frame.non_finite == "a"
+    assert tw.FrameReader(frame, [3000, 10]).non_finite
+    after = codec.state_dict()
+    assert after["step"] == before["step"]
+    for name, slots in before["memory"].items():
+        for slot, tensor in slots.items():
+            assert torch.equal(tensor, after["memory"][name][slot])
