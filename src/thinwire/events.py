@@ -176,9 +176,7 @@ class EventLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
-            raise LogError(
-                f"cannot write the log {path} ({error.strerror}): choose another place."
-            ) from error
+            raise LogError(f"cannot write the log {path} ({error.strerror}): choose another place.") from error
         self.write(Resume(step=resume_at) if exists and resume_at is not None else run)
 
     def write(self, event: Event) -> None:

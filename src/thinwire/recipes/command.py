@@ -47,9 +47,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     table.add_column("rate", justify="right")
     for row in rows:
         defaults = row["defaults"]
-        target = (
-            f"{100 * defaults['target']:g} %" if row["metric"] == "accuracy" else f"{defaults['target']:g}"
-        )
+        target = f"{100 * defaults['target']:g} %" if row["metric"] == "accuracy" else f"{defaults['target']:g}"
         table.add_row(
             row["name"],
             f"{row['parameters']:,}",

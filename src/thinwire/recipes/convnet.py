@@ -3,6 +3,7 @@
 Its 1,756,426 parameters make a gradient of 7.03 MB.
 """
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -60,24 +61,30 @@ def cuda_convnet(*, strides: tuple[int, int] = (2, 2), classes: int = 10) -> nn.
 
     Whatever the input, the two poolings must leave 8 x 8: 32 x 32 with strides (2, 2), 16 x 16 with (2, 1).
     """
-    model = nn.Sequential(
-        nn.Conv2d(3, 64, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(3, strides[0], padding=int(strides[0] == 1), ceil_mode=True),
-        LocalResponseNorm(64),
-        nn.Conv2d(64, 64, 5, padding=2),
-        nn.ReLU(),
-        LocalResponseNorm(64),
-        nn.MaxPool2d(3, strides[1], padding=int(strides[1] == 1), ceil_mode=True),
-        nn.Flatten(),
-        nn.Linear(64 * 8 * 8, 384),
-        nn.ReLU(),
-        nn.Linear(384, 192),
-        nn.ReLU(),
-        nn.Linear(192, classes),
-    )
+    layers: dict[str, nn.Module] = {
+        "conv1": nn.Conv2d(3, 64, 5, padding=2),
+        "relu1": nn.ReLU(),
+        "pool1": _pool(strides[0]),
+        "norm1": LocalResponseNorm(64),
+        "conv2": nn.Conv2d(64, 64, 5, padding=2),
+        "relu2": nn.ReLU(),
+        "norm2": LocalResponseNorm(64),
+        "pool2": _pool(strides[1]),
+        "flat": nn.Flatten(),
+        "fc1": nn.Linear(64 * 8 * 8, 384),
+        "relu3": nn.ReLU(),
+        "fc2": nn.Linear(384, 192),
+        "relu4": nn.ReLU(),
+        "fc3": nn.Linear(192, classes),
+    }
+    model = nn.Sequential(OrderedDict(layers))
     he_initialise(model)
     return model
+
+
+def _pool(stride: int) -> nn.MaxPool2d:
+    """A 3 x 3 maximum whose output is the input divided by the stride (TensorFlow calls it "same")."""
+    return nn.MaxPool2d(3, stride, padding=1 if stride == 1 else 0, ceil_mode=True)
 
 
 def he_initialise(model: nn.Module) -> None:

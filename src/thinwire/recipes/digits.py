@@ -25,9 +25,7 @@ def load(data_dir: Path | None) -> Splits:
     images = nn.functional.interpolate(images, size=16, mode="bilinear", align_corners=False)
     images = images.expand(-1, 3, -1, -1)[order].contiguous()
     targets = torch.from_numpy(labels).long()[order]
-    return Splits(
-        train=TensorSplit(images[:TRAIN], targets[:TRAIN]), test=TensorSplit(images[TRAIN:], targets[TRAIN:])
-    )
+    return Splits(train=TensorSplit(images[:TRAIN], targets[:TRAIN]), test=TensorSplit(images[TRAIN:], targets[TRAIN:]))
 
 
 def digits() -> Recipe:

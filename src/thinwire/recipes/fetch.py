@@ -48,9 +48,7 @@ def fetch(asset: Asset, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecipeError(
-            f"cannot make the cache folder {folder} ({error.strerror}): set XDG_CACHE_HOME."
-        ) from error
+        raise RecipeError(f"cannot make the cache folder {folder} ({error.strerror}): set XDG_CACHE_HOME.") from error
     reasons = []
     for url in asset.urls:
         handle, temporary = tempfile.mkstemp(prefix=f"{asset.name}.", suffix=".part", dir=folder)

@@ -27,8 +27,7 @@ def find_file(data_dir: Path, name: str, *, subfolders: tuple[str, ...] = ()) ->
             if candidate.is_file():
                 return candidate
     raise RecipeError(
-        f"{name} is missing in {data_dir}: put it there (as it is or as {name}.gz), "
-        "or leave out --data to download it."
+        f"{name} is missing in {data_dir}: put it there (as it is or as {name}.gz), or leave out --data to download it."
     )
 
 
@@ -47,9 +46,7 @@ def read_idx(path: Path, *, dimensions: int) -> Bytes:
     raw = read_bytes(path)
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes([0, 0, 8, dimensions]):
-        raise RecipeError(
-            f"{path} is no IDX file of bytes in {dimensions} dimension(s): delete it and get it again."
-        )
+        raise RecipeError(f"{path} is no IDX file of bytes in {dimensions} dimension(s): delete it and get it again.")
     shape = [int.from_bytes(raw[4 + 4 * d : 8 + 4 * d], "big") for d in range(dimensions)]
     if len(raw) - header != prod(shape):
         raise RecipeError(
@@ -67,9 +64,7 @@ def read_idx_images(images: Path, labels: Path, *, classes: int = 10) -> tuple[B
     if len(pixels) != len(targets):
         raise RecipeError(f"{images} holds {len(pixels):,} images, but {labels} {len(targets):,} labels.")
     if len(targets) == 0 or targets.max() >= classes:
-        raise RecipeError(
-            f"{labels} has no labels from 0 to {classes - 1}: it is corrupt, delete it and get it again."
-        )
+        raise RecipeError(f"{labels} has no labels from 0 to {classes - 1}: it is corrupt, delete it and get it again.")
     return pixels, targets
 
 

@@ -61,9 +61,7 @@ def load(dataset: str, data_dir: Path | None) -> Splits:
         return find_file(data_dir, name, subfolders=(dataset,))
 
     def split(part: str) -> TensorSplit:
-        pixels, labels = read_idx_images(
-            locate(f"{part}-images-idx3-ubyte"), locate(f"{part}-labels-idx1-ubyte")
-        )
+        pixels, labels = read_idx_images(locate(f"{part}-images-idx3-ubyte"), locate(f"{part}-labels-idx1-ubyte"))
         images = torch.tensor(pixels).unsqueeze(1)
         return TensorSplit(images, torch.tensor(labels).long(), scaled)
 

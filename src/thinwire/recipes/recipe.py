@@ -143,9 +143,7 @@ class Recipe:
     loss: Callable[[nn.Module, Batch], Tensor] = field(kw_only=True, default=classify)
     score: Callable[[nn.Module, Split, int], float] = field(kw_only=True, default=accuracy)
     metric: str = field(kw_only=True, default="accuracy")
-    make_optimizer: Callable[[Iterable[nn.Parameter], float, float], Optimizer] = field(
-        kw_only=True, default=sgd
-    )
+    make_optimizer: Callable[[Iterable[nn.Parameter], float, float], Optimizer] = field(kw_only=True, default=sgd)
 
     def build(self, seed: int) -> nn.Module:
         """A new model whose weights depend on the seed alone; the global random state is left as it was."""
@@ -158,14 +156,10 @@ class Recipe:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.model().parameters())
 
-    def optimizer(
-        self, model: nn.Module, *, lr: float | None = None, momentum: float | None = None
-    ) -> Optimizer:
+    def optimizer(self, model: nn.Module, *, lr: float | None = None, momentum: float | None = None) -> Optimizer:
         """The recipe's optimiser with its default rate and momentum, unless others are given."""
         rate = self.defaults.lr if lr is None else lr
-        return self.make_optimizer(
-            model.parameters(), rate, self.defaults.momentum if momentum is None else momentum
-        )
+        return self.make_optimizer(model.parameters(), rate, self.defaults.momentum if momentum is None else momentum)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split, limit: int | None = None) -> float:

@@ -55,9 +55,7 @@ def _phases(logs: Sequence[RunLog]) -> dict[str, Any]:
     known = {method: values for method, values in means.items() if values is not None}
     return {
         "methods": list(known),
-        "series": [
-            {"phase": phase, "ms": [round(values[phase], 3) for values in known.values()]} for phase in PHASES
-        ],
+        "series": [{"phase": phase, "ms": [round(values[phase], 3) for values in known.values()]} for phase in PHASES],
     }
 
 

@@ -24,6 +24,7 @@ function draw(id, traces, layout) {
     return;
   }
   const base = {
+    width: element.clientWidth, height: element.clientHeight,
     margin: { l: 8, r: 12, t: 10, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
     font: { family: getComputedStyle(document.body).fontFamily, color: colour("--ink"), size: 13 },
     hoverlabel: { bgcolor: colour("--back"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
@@ -51,13 +52,13 @@ function curves(id, key, title, unit) {
   }
   const layout = {
     xaxis: axis(title, { rangemode: "tozero", showgrid: false }),
-    yaxis: axis(`${split} ${data.metric}`, data.percent ? { rangemode: "tozero", range: [0, 102] } : { rangemode: "tozero" }),
+    yaxis: axis(`${split} ${data.metric}`, data.percent ? { rangemode: "tozero", range: [0, 108], tickvals: [0, 20, 40, 60, 80, 100] } : { rangemode: "tozero" }),
     shapes: [], annotations: [],
   };
   if (data.target !== null && split === "test") {
     layout.shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.target, y1: data.target, line: { color: colour("--quiet"), width: 1, dash: "dot" } });
     layout.annotations.push({
-      xref: "paper", x: 1, y: data.target, xanchor: "right", yanchor: "top", showarrow: false, font: { size: 11, color: colour("--quiet") },
+      xref: "paper", x: 0.01, y: data.target, xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 11, color: colour("--quiet") },
       text: `target ${+data.target.toFixed(1)}${data.percent ? " %" : ""}`,
     });
   }
@@ -79,7 +80,7 @@ function phaseTimes() {
   const annotations = methods.map((method, place) => ({
     x: total[place], y: method, text: ` ${number(total[place])} ms`, showarrow: false, xanchor: "left", font: { size: 13 },
   }));
-  const room = [0, Math.max(...total, 1e-9) * 1.25];
+  const room = [0, Math.max(...total, 1e-9) * 1.3];
   draw("phase-times", methods.length ? traces : [], { ...bars(methods), barmode: "stack", annotations, xaxis: axis("milliseconds per step", { range: room }) });
 }
 
@@ -113,7 +114,7 @@ function layers() {
     }));
     const decades = data.layers.range;
     draw(figure.lastChild, traces, {
-      xaxis: axis("|gradient|", { type: "log", range: decades, dtick: 2, exponentformat: "power", showgrid: false }),
+      xaxis: axis("|gradient|", { type: "log", range: decades, dtick: Math.ceil((decades[1] - decades[0]) / 3), tickangle: 0, exponentformat: "power", showgrid: false }),
       yaxis: axis("% of entries", { rangemode: "tozero", nticks: 4 }),
     });
   }
@@ -170,4 +171,6 @@ function prepare() {
 
 prepare();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
-matchMedia("print").addEventListener("change", () => { paint(); for (const plot of document.querySelectorAll(".js-plotly-plot")) Plotly.Plots.resize(plot); });
+const printing = (on) => { document.documentElement.classList.toggle("printing", on); paint(); };
+addEventListener("beforeprint", () => printing(true));
+addEventListener("afterprint", () => printing(false));

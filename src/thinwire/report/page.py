@@ -56,9 +56,7 @@ def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row
         {
             "Method": s.method + (f" ({s.runs} runs)" if several else ""),
             "Step": number(s.step_ms, "{:,.0f} ms" if (s.step_ms or 0) >= 10 else "{:.1f} ms"),
-            "Sent per host and step": "–"
-            if s.bytes_per_host_step is None
-            else megabytes(s.bytes_per_host_step),
+            "Sent per host and step": "–" if s.bytes_per_host_step is None else megabytes(s.bytes_per_host_step),
             "Steps to target": number(s.steps_to_target, "{:,.0f}"),
             "Time to target": number(s.seconds_to_target, "{:,.1f} s"),
             "Speed-up": number(s.speedup, "{:.1f}×"),
@@ -155,9 +153,7 @@ def _table(rows: Sequence[Row]) -> str:
 def _replace(path: Path, text: str) -> None:
     """Write the whole page or nothing."""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False
-        ) as out:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as out:
             out.write(text)
         os.chmod(out.name, 0o644)
         os.replace(out.name, path)

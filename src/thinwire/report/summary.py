@@ -54,11 +54,11 @@ def step_seconds(log: RunLog) -> float | None:
 
 
 def phase_ms(logs: Sequence[RunLog]) -> dict[str, float] | None:
-    """Mean milliseconds of each phase over all settled steps and ranks."""
+    """Median milliseconds of each phase over all settled steps and ranks."""
     steps = [step for log in logs for step in settled(log)]
     if not steps:
         return None
-    return {phase: 1000 * mean(getattr(step, phase) for step in steps) for phase in PHASES}
+    return {phase: 1000 * median(getattr(step, phase) for step in steps) for phase in PHASES}
 
 
 def bytes_per_host_step(log: RunLog) -> float | None:
