@@ -40,11 +40,11 @@ class Training:
     method: str
     density: float | None = None
     workers: int = 2
-    steps: int = 6
+    steps: int = 4
     seed: int = 0
     rate: float | None = None
-    evaluate_every: int = 3
-    limit: int | None = 100
+    evaluate_every: int = 2
+    limit: int | None = 50
     local: dict[str, Tensor] = field(default_factory=dict)  # the last worker's gradient of the last step
     recipe: Recipe = field(default_factory=lambda: get_recipe("digits"))
 
