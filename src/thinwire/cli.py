@@ -11,6 +11,8 @@ import typer
 import thinwire
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
+from thinwire.recipes.command import recipes
+from thinwire.report.command import report
 
 app = typer.Typer(
     name="thinwire",
@@ -40,6 +42,10 @@ def _root(
     ] = False,
 ) -> None:
     """Data-parallel PyTorch training over thin wires."""
+
+
+app.command()(recipes)
+app.command()(report)
 
 
 def _sentence(error: Exception) -> str:
