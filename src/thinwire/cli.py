@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import thinwire
+from thinwire.bench.command import bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
 from thinwire.recipes.command import recipes
@@ -44,6 +45,7 @@ def _root(
     """Data-parallel PyTorch training over thin wires."""
 
 
+app.add_typer(bench, name="bench")
 app.command()(recipes)
 app.command()(report)
 

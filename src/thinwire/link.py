@@ -6,6 +6,7 @@ collectives can never cross; the backward pass goes on meanwhile.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -107,6 +108,7 @@ class Link:
 
     def _run(self, job: Job) -> None:
         job.ready()
+        began = time.thread_time()
         if job.begins_step:
             for name, factor in job.factors.items():
                 self.codec.rescale(factor, [name])
@@ -125,7 +127,7 @@ class Link:
             if job.buffer.is_cuda:
                 torch.cuda.current_stream(job.buffer.device).synchronize()
         self._outcomes.append(outcome)
-        self._stats.note(outcome, job.gradients, hold)
+        self._stats.note(outcome, job.gradients, hold, time.thread_time() - began)
         if job.last:
             self._end_step()
 

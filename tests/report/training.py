@@ -112,7 +112,7 @@ class Training:
             begin = time.perf_counter()
             model.zero_grad()
             batch_loss = self.recipe.loss(model, splits.train.batch(order.at(step - 1, rank)))
-            batch_loss.backward()  # type: ignore[no-untyped-call]
+            batch_loss.backward()
             loss += batch_loss.item() / self.workers
             computed = time.perf_counter()
             for name, parameter in model.named_parameters():

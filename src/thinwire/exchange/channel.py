@@ -23,10 +23,11 @@ class Channel:
         self.sent = 0
         self.received = 0
         self.seconds = 0.0
+        self.cpu = 0.0  # seconds that this thread computed inside collectives
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
         """Everybody's message, in rank order; all are of one size."""
-        size, began = message.numel(), time.perf_counter()
+        size, began = message.numel(), _now()
         out = torch.empty(size * self.world, dtype=torch.uint8, device=self.device)
         dist.all_gather_into_tensor(out, message.to(self.device), group=self.group)
         self._count(size * (self.world - 1), size * (self.world - 1), began)
@@ -34,7 +35,7 @@ class Channel:
 
     def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
         """messages[r] goes to rank r; what rank r sent here comes back in place r, in the size of messages[rank]."""
-        began = time.perf_counter()
+        began = _now()
         sizes = [m.numel() for m in messages]
         mine = sizes[self.rank]
         out = torch.empty(mine * self.world, dtype=torch.uint8, device=self.device)
@@ -45,14 +46,14 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum in place."""
-        began = time.perf_counter()
+        began = _now()
         dist.all_reduce(tensor, group=self.group)
         volume = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
         self._count(volume, volume, began)
 
     def reduce(self, tensor: Tensor, root: int) -> None:
         """Sum in place on one rank of this group."""
-        began = time.perf_counter()
+        began = _now()
         dist.reduce(tensor, dist.get_global_rank(self.group, root), group=self.group)
         volume = tensor.numel() * tensor.element_size()
         here = self.rank == root
@@ -60,13 +61,19 @@ class Channel:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Everybody gets one rank's tensor."""
-        began = time.perf_counter()
+        began = _now()
         dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group)
         volume = tensor.numel() * tensor.element_size()
         here = self.rank == root
         self._count(volume * (self.world - 1) if here else 0, 0 if here else volume, began)
 
-    def _count(self, sent: int, received: int, began: float) -> None:
+    def _count(self, sent: int, received: int, began: tuple[float, float]) -> None:
         self.sent += sent
         self.received += received
-        self.seconds += time.perf_counter() - began
+        now = _now()
+        self.seconds += now[0] - began[0]
+        self.cpu += now[1] - began[1]
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
