@@ -59,21 +59,26 @@ auto with_source(const Source& s, F&& f) {
 
 namespace {
 
-// Calls visit(bits of the magnitude) for each sampled element; the same seed gives the same sample.
-template <class Visit>
-void for_magnitudes(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, Visit&& visit) {
+// The bits of the magnitudes of about `wanted` elements, an even share of each vector.
+std::vector<uint32_t> sample_of(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed) {
   uint64_t all = 0;
   for (const Vector& v : vectors) all += v.n;
+  std::vector<uint32_t> sample;
   for (size_t j = 0; j < vectors.size(); ++j) {
     const Vector& v = vectors[j];
     const uint64_t share = all ? uint64_t(std::ceil(double(wanted) * double(v.n) / double(all))) : 0;
+    sample.reserve(sample.size() + std::min<uint64_t>(v.n, share + kLine));
     with_source(v.source, [&]<Dtype D, bool Memory>() {
       const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
       for_sample(v.n, share, mix(seed + j), prefetch, [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; ++i) visit(magnitude_bits(element<D, Memory>(v.source, i)));
+        const size_t before = sample.size();
+        sample.resize(before + (end - begin));
+        uint32_t* out = sample.data() + before;
+        for (size_t i = begin; i < end; ++i) out[i - begin] = magnitude_bits(element<D, Memory>(v.source, i));
       });
     });
   }
+  return sample;
 }
 
 }  // namespace
@@ -81,10 +86,10 @@ void for_magnitudes(const std::vector<Vector>& vectors, uint64_t wanted, uint64_
 std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vectors,
                                                  const std::vector<double>& densities, uint64_t wanted,
                                                  uint64_t seed) {
+  const std::vector<uint32_t> sample = sample_of(vectors, wanted, seed);
+  const uint64_t taken = sample.size();
   std::vector<uint32_t> counts(kBins);
-  for_magnitudes(vectors, wanted, seed, [&](uint32_t bits) { ++counts[bits >> kBinShift]; });
-  uint64_t taken = 0;
-  for (const uint32_t count : counts) taken += count;
+  for (const uint32_t bits : sample) ++counts[bits >> kBinShift];
   std::vector<SampledThreshold> found;
   for (const double density : densities) {
     const auto rank = uint64_t(density * double(taken));
@@ -95,12 +100,13 @@ std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vect
     size_t bin = kBins - 1;
     uint64_t greater = 0;
     while (greater + counts[bin] <= rank) greater += counts[bin--];
-    // The sample's lines are still in the cache: a second look at the one bin that matters costs little.
-    std::vector<uint32_t> inside;
-    inside.reserve(counts[bin]);
-    for_magnitudes(vectors, wanted, seed, [&](uint32_t bits) {
-      if (bits >> kBinShift == bin) inside.push_back(bits);
-    });
+    std::vector<uint32_t> inside(counts[bin] + 1);
+    size_t kept = 0;
+    for (const uint32_t bits : sample) {  // without a branch: one place more is always there to write to
+      inside[kept] = bits;
+      kept += bits >> kBinShift == bin;
+    }
+    inside.pop_back();
     const auto place = inside.begin() + std::ptrdiff_t(rank - greater);
     std::nth_element(inside.begin(), place, inside.end(), std::greater<>());
     const uint32_t value = *place;

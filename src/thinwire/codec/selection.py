@@ -19,6 +19,8 @@ from thinwire.codec.vectors import Group
 # Entries above the threshold that a sample should hold: the kept count is then off by about 1/sqrt of this.
 _EXCEED = 1500
 _SAMPLE = 1 << 18
+# A sample is copied: more elements would take more memory than a very low density is worth.
+_MOST = 1 << 21
 # Below this size a threshold is found exactly; above it the bins of a histogram are fine enough.
 _SMALL = 1 << 14
 
@@ -65,7 +67,7 @@ def _sampled(group: Group, density: float, step: int) -> Cut | None:
     """A sampled cut, or None where the group is so small that exact costs nothing."""
     if group.n < _SMALL:
         return None
-    wanted = int(_EXCEED / density)
+    wanted = min(int(_EXCEED / density), _MOST)
     ((threshold, above),) = group.sampled([density], group.n if 2 * wanted >= group.n else wanted, step)
     return Cut(threshold, _ties(threshold, density - above, group.n))
 

@@ -122,11 +122,11 @@ class ScatterReduce(Exchange):
         """The own share's result, what its prefix says, and how many entries of each tensor the result has."""
         names, rank = list(bucket.gradients), self._channel.rank
         readers = [FrameReader(message, bucket.numels, trailing=True) for message in received]
-        for out in bucket.outs:
-            out.zero_()
+        pieces, views = plan.owned[rank], plan.views(bucket.outs, rank)
+        for view in views:  # parts hold nothing outside of the own share
+            view.zero_()
         for reader in readers:
             reader.add_to(bucket.outs)
-        pieces, views = plan.owned[rank], plan.views(bucket.outs, rank)
         bad = next((r for r, reader in enumerate(readers) if reader.non_finite), -1)
         counts: dict[str, int] = {}
         if bad >= 0:
