@@ -21,8 +21,6 @@ _EXCEED = 1500
 _SAMPLE = 1 << 18
 # A sample is copied: more elements would take more memory than a very low density is worth.
 _MOST = 1 << 21
-# Below this size a threshold is found exactly; above it the bins of a histogram are fine enough.
-_SMALL = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,11 @@ def count_of(density: float, n: int) -> int:
 
 
 def _sampled(group: Group, density: float, step: int) -> Cut | None:
-    """A sampled cut, or None where the group is so small that exact costs nothing."""
-    if group.n < _SMALL:
-        return None
+    """A sampled cut, or None where so much of the group would be sampled that exact is as cheap."""
     wanted = min(int(_EXCEED / density), _MOST)
-    ((threshold, above),) = group.sampled([density], group.n if 2 * wanted >= group.n else wanted, step)
+    if 2 * wanted >= group.n:
+        return None
+    ((threshold, above),) = group.sampled([density], wanted, step)
     return Cut(threshold, _ties(threshold, density - above, group.n))
 
 
