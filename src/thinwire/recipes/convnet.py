@@ -35,7 +35,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class LocalResponseNorm(nn.Module):
-    """Equals torch.nn.LocalResponseNorm(2 * radius + 1, alpha, 0.75, 1.0), several times faster on CPUs.
+    """Equals torch.nn.LocalResponseNorm(2 * radius + 1, alpha, 0.75, 1.0), faster on CPUs.
 
     The sum over neighbouring channels is one small matrix product instead of a three-dimensional pooling.
     """

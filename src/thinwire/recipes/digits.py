@@ -19,11 +19,14 @@ def load(data_dir: Path | None) -> Splits:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 8 - 1
+    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8)
     # The writers follow one another in the file: a fixed shuffle puts all of them into both splits.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images = nn.functional.interpolate(images, size=16, mode="bilinear", align_corners=False)
     images = images.expand(-1, 3, -1, -1)[order].contiguous()
+    # Centred images train in fewer and smoother steps.
+    images -= images[:TRAIN].mean(0)
+    images /= images[:TRAIN].std()
     targets = torch.from_numpy(labels).long()[order]
     return Splits(train=TensorSplit(images[:TRAIN], targets[:TRAIN]), test=TensorSplit(images[TRAIN:], targets[TRAIN:]))
 
@@ -36,5 +39,5 @@ def digits() -> Recipe:
         data="1,297 + 500 images that come with scikit-learn",
         model=lambda: cuda_convnet(strides=(2, 1)),
         load=load,
-        defaults=Defaults(batch=16, lr=0.05, momentum=0.0, epochs=20, target=0.97),
+        defaults=Defaults(batch=16, lr=0.02, momentum=0.5, epochs=20, target=0.97),
     )
