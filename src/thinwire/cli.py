@@ -12,8 +12,10 @@ import thinwire
 from thinwire.bench.command import bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
+from thinwire.race_command import race_command
 from thinwire.recipes.command import recipes
 from thinwire.report.command import report
+from thinwire.train_command import train_command
 
 app = typer.Typer(
     name="thinwire",
@@ -46,6 +48,8 @@ def _root(
 
 
 app.add_typer(bench, name="bench")
+app.command("race")(race_command)
+app.command("train")(train_command)
 app.command()(recipes)
 app.command()(report)
 

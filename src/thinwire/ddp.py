@@ -9,6 +9,7 @@ import datetime
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class _Dispatcher:
     def __init__(self, model: DistributedDataParallel, names: dict[int, str]) -> None:
         self.link: Link | None = None
         self.units: UnitWatch | None = None
+        self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
         self._begins = True
@@ -48,6 +50,8 @@ class _Dispatcher:
         self._begins = bucket.is_last()
         if link is None:
             return default_hooks.allreduce_hook(self._group, bucket)
+        if self.on_last_bucket is not None and bucket.is_last():
+            self.on_last_bucket()
         buffer = bucket.buffer()
         gradients = {
             self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -84,6 +88,7 @@ def attach(
     scaler: Any = None,
     check_every: int = 0,
     timeout: float | None = None,
+    on_last_bucket: Callable[[], None] | None = None,
 ) -> Link:
     """Compress a DDP model's gradients from the next backward pass on. Call it on all ranks.
 
@@ -93,6 +98,7 @@ def attach(
     scaler: a GradScaler; keeps the memory consistent when the loss scale changes.
     check_every: compare the replicas' parameters every so many steps.
     timeout: seconds after which a silent peer is an error; default is the process group's.
+    on_last_bucket: called when a backward pass has filled its last bucket, to tell computing from waiting.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -131,6 +137,7 @@ def attach(
     )
     dispatcher.link = link
     dispatcher.units = UnitWatch(parameters, optimizer, scaler)
+    dispatcher.on_last_bucket = on_last_bucket
     if channel.rank == 0:
         _log.info("%r attached; %s", link, why)
     return link

@@ -181,8 +181,7 @@ class EventLog:
 
     def write(self, event: Event) -> None:
         """Append one event and hand it to the mirrors."""
-        values = {name: _to_json(value) for name, value in asdict(event).items()}
-        self._file.write(json.dumps({"event": event.event, **values}) + "\n")
+        self._file.write(to_line(event) + "\n")
         self.log.add(event)
         for mirror in self._mirrors:
             mirror(event)
@@ -203,7 +202,17 @@ class EventLog:
     ) -> None:
         if kind is not None and self.log.end is None:
             self.end("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
         self._file.close()
+
+
+def to_line(event: Event) -> str:
+    """One record as a line of JSON, without its end."""
+    values = {name: _to_json(value) for name, value in asdict(event).items()}
+    return json.dumps({"event": event.event, **values})
 
 
 def read_log(path: Path) -> RunLog:
@@ -219,7 +228,7 @@ def read_log(path: Path) -> RunLog:
         if torn and not line:
             break
         try:
-            event = _parse(line)
+            event = from_line(line)
         except ValueError as error:
             if torn and log is not None:
                 break
@@ -235,7 +244,7 @@ def read_log(path: Path) -> RunLog:
     return log
 
 
-def _parse(line: str) -> Event:
+def from_line(line: str) -> Event:
     """One line as its record; unknown keys are left out, so that older readers read newer logs."""
     try:
         record = json.loads(line)

@@ -4,7 +4,9 @@ Besides thinwire's own codecs these are DDP's all-reduce, torch's own hooks, and
 rank still waits for the slowest but nothing else travels.
 """
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,26 +42,61 @@ def single_bucket(name: str) -> bool:
     return name == "powersgd"
 
 
+class BackwardClock:
+    """When the last bucket of a backward pass was full: what comes after is waiting for the network."""
+
+    def __init__(self) -> None:
+        self.last_bucket = 0.0
+
+
+class _Timed:
+    """A hook that notes the time of the last bucket and leaves the work to another."""
+
+    def __init__(self, hook: Callable[..., Any], state: Any, clock: BackwardClock) -> None:
+        self._hook, self._state, self._clock = hook, state, clock
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        if bucket.is_last():
+            self._clock.last_bucket = time.perf_counter()
+        future: torch.futures.Future[torch.Tensor] = self._hook(self._state, bucket)
+        return future
+
+
 def apply_method(
-    model: DistributedDataParallel, name: str, *, optimizer: torch.optim.Optimizer | None = None
+    model: DistributedDataParallel,
+    name: str,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    clock: BackwardClock | None = None,
 ) -> Link | None:
-    """Install a method on a model; a link if it is one of thinwire's. `name+exchange` picks the exchange."""
+    """Install a method on a model; a link if it is one of thinwire's. `name+exchange` picks the exchange.
+
+    With a clock, the time at which each backward pass filled its last bucket is noted.
+    """
     if name in BASELINES:
-        _BASELINE[name](model)
+        hook, state = _baseline(model, name)
+        if clock is not None:
+            model.register_comm_hook(None, _Timed(hook, state, clock).hook)
+        elif name != "dense":
+            model.register_comm_hook(state, hook)
         return None
     codec, _, exchange = name.partition("+")
-    return attach(model, codec, exchange=exchange or None, optimizer=optimizer)
+    on_last = None if clock is None else lambda: setattr(clock, "last_bucket", time.perf_counter())
+    return attach(model, codec, exchange=exchange or None, optimizer=optimizer, on_last_bucket=on_last)
 
 
-def _fp16(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(model.process_group, default_hooks.fp16_compress_hook)
-
-
-def _powersgd(model: DistributedDataParallel) -> None:
-    state = powerSGD_hook.PowerSGDState(
-        model.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, warm_start=True
-    )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+def _baseline(model: DistributedDataParallel, name: str) -> tuple[Callable[..., Any], Any]:
+    """A hook and its state; dense is what DDP does without one."""
+    if name == "infinite":
+        return _one_number, None
+    if name == "fp16":
+        return default_hooks.fp16_compress_hook, model.process_group
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            model.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, warm_start=True
+        )
+        return powerSGD_hook.powerSGD_hook, state
+    return default_hooks.allreduce_hook, model.process_group
 
 
 def _one_number(
@@ -72,15 +109,3 @@ def _one_number(
     assert work is not None
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
     return future
-
-
-def _infinite(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(None, _one_number)
-
-
-_BASELINE: dict[str, Callable[[DistributedDataParallel], None]] = {
-    "infinite": _infinite,
-    "dense": lambda model: None,
-    "fp16": _fp16,
-    "powersgd": _powersgd,
-}
