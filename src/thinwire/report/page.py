@@ -54,7 +54,7 @@ def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row
     several = any(summary.runs > 1 for summary in summaries)
     return [
         {
-            "Method": s.method + (f" ({s.runs} runs)" if several else ""),
+            "Method": s.method + (f" ({s.runs} run{'s' * (s.runs > 1)})" if several else ""),
             "Step": number(s.step_ms, "{:,.0f} ms" if (s.step_ms or 0) >= 10 else "{:.1f} ms"),
             "Sent per host and step": "–" if s.bytes_per_host_step is None else megabytes(s.bytes_per_host_step),
             "Steps to target": number(s.steps_to_target, "{:,.0f}"),
