@@ -27,7 +27,7 @@ from thinwire.codec.values import Values
 def test_a_budget_is_never_exceeded_and_nothing_is_lost(
     selection: Selection, values: Values, shapes: list[int], kind: int, seed: int, budget: int, kernels: str
 ) -> None:
-    codec = tw.Codec(selection, values, min_numel=100, kernels=kernels)  # type: ignore[arg-type]
+    codec = tw.Codec(selection, values, min_numel=100, kernels=kernels)
     held = {f"t{i}": torch.zeros(n) for i, n in enumerate(shapes)}
     for step in range(2):
         g = gradients(shapes, torch.float32, kind, seed + step)

@@ -1,4 +1,4 @@
-"""Bytes are validated before they are believed: every wrong frame is a FrameError that says what, and changes nothing."""
+"""Bytes are validated before they are believed: a wrong frame is a FrameError that says what, and changes nothing."""
 
 import struct
 

@@ -91,7 +91,7 @@ def test_sent_and_held_make_up_the_gradient(
     kind: int,
     seed: int,
 ) -> None:
-    codec = tw.Codec(selection, values, memory, scope=scope, kernels=kernels, min_numel=min_numel)  # type: ignore[arg-type]
+    codec = tw.Codec(selection, values, memory, scope=scope, kernels=kernels, min_numel=min_numel)
     check(codec, shapes, dtype, kind, seed)
 
 
@@ -121,7 +121,7 @@ def test_finite_sums_stay_finite() -> None:
     for memory in MEMORIES[1:]:
         for kernels in ("native", "torch"):
             for values in VALUES:
-                codec = tw.Codec(tw.RandomK(0.01), values, memory, kernels=kernels)  # type: ignore[arg-type]
+                codec = tw.Codec(tw.RandomK(0.01), values, memory, kernels=kernels)
                 for _ in range(3):
                     frame = codec.encode(g)
                     for out in tw.Codec.decode(frame, g).values():

@@ -31,7 +31,7 @@ def three_runs(
     runs = []
     for avx2, kernels in [(True, "native"), (False, "native"), (False, "torch")]:
         _native.avx2(avx2)
-        codec = tw.Codec(selection, values, memory, scope=scope, kernels=kernels, min_numel=64)  # type: ignore[arg-type]
+        codec = tw.Codec(selection, values, memory, scope=scope, kernels=kernels, min_numel=64)
         frames = [codec.encode(g).tobytes() for g in steps]
         runs.append((frames, [t for name in steps[0] for t in codec.held(name).values()]))
     return runs
