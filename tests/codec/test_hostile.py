@@ -16,7 +16,7 @@ NUMELS = [600, 40, 0]
 def small_frame() -> bytes:
     g = torch.Generator().manual_seed(0)
     x = {"a": torch.randn(600, generator=g), "b": torch.randn(40, generator=g), "c": torch.empty(0)}
-    return tw.Codec(tw.TopK(0.05, exact=True), tw.Bits(4), min_numel=64).encode(x).tobytes()
+    return bytes(tw.Codec(tw.TopK(0.05, exact=True), tw.Bits(4), min_numel=64).encode(x).tobytes())
 
 
 def fixed(frame: bytes) -> bytes:
