@@ -18,15 +18,15 @@ FLAGS = ["-std=c++20", "-g", "-O1", "-ffp-contract=off", "-fsanitize=fuzzer,addr
 RECEIVERS = [[3000, 21], [3000], [700, 1300, 1000000, 0], [2]]
 
 
-class ToolMissing(Exception):
+class ToolError(Exception):
     """The fuzzer cannot be built here."""
 
 
 def build(into: Path) -> Path:
-    """Compile the fuzzer; raises ToolMissing where clang or its libFuzzer is not installed."""
+    """Compile the fuzzer; raises ToolError where clang or its libFuzzer is not installed."""
     compiler = shutil.which("clang++")
     if compiler is None:
-        raise ToolMissing("clang++ is not installed; on Debian: apt-get install clang libclang-rt-dev")
+        raise ToolError("clang++ is not installed; on Debian: apt-get install clang libclang-rt-dev")
     into.mkdir(parents=True, exist_ok=True)
     target = into / "decode_fuzzer"
     sources = [str(ROOT / "native" / name) for name in SOURCES]
@@ -34,7 +34,7 @@ def build(into: Path) -> Path:
         [compiler, *FLAGS, "-fno-sanitize-recover=all", *sources, "-o", str(target)], capture_output=True, text=True
     )
     if done.returncode != 0 and re.search(r"libclang_rt\.\w+.* (No such file|not found)|cannot find", done.stderr):
-        raise ToolMissing("clang++ has no libFuzzer; on Debian: apt-get install libclang-rt-14-dev")
+        raise ToolError("clang++ has no libFuzzer; on Debian: apt-get install libclang-rt-14-dev")
     if done.returncode != 0:
         raise SystemExit(f"the fuzzer does not compile:\n{done.stderr}")
     return target
@@ -86,7 +86,7 @@ def main() -> int:
         parser.error("--seconds must be at least 1")
     try:
         target = build(arguments.build)
-    except ToolMissing as missing:
+    except ToolError as missing:
         print(f"fuzz: {missing}.", file=sys.stderr)
         return 2
     seed(arguments.build / "corpus")

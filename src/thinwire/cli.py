@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import thinwire
+from thinwire.bench.commands import app as bench
 from thinwire.errors import ThinwireError
 
 app = typer.Typer(
@@ -18,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(bench, name="bench")
 
 # Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
