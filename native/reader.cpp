@@ -203,7 +203,7 @@ void Reader::for_blocks(const Section& s, F&& visit) const {
 }
 
 void Reader::add(const Section& s, float* out, float weight) const {
-  constexpr size_t kAhead = 32;  // lines fetched ahead: the scattered additions wait for memory otherwise
+  constexpr size_t kAhead = 96;  // lines fetched ahead: the scattered additions wait for memory otherwise
   for_blocks(s, [&](auto position, const float* values, size_t n, size_t ahead) {
     for (size_t i = 0; i < n; ++i) {
       if (i + kAhead < ahead) __builtin_prefetch(out + position(i + kAhead), 1);

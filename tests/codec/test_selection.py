@@ -68,7 +68,7 @@ def test_exact_deviation_is_torchs(n: int) -> None:
 
 
 def _law(name: str, n: int) -> Tensor:
-    g = torch.Generator().manual_seed(n)
+    g = torch.Generator().manual_seed(n + len(name))
     if name == "gaussian":
         return torch.randn(n, generator=g)
     uniform = torch.rand(n, generator=g).clamp_(1e-7, 1 - 1e-7)
