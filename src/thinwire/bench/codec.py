@@ -1,12 +1,14 @@
 """The codec's rows: each way of compressing, timed against a copy of the same tensor in the same moments.
 
 Residuals are in a steady state: every repetition starts from the residual that some steps at this density left.
+Copies take turns with everything that is timed, and all ratios of a size are to the best of its copies: noise can only
+make thinwire look worse.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,20 +25,21 @@ DENSITIES = (0.1, 0.01, 0.001)
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; bits are of what travels, None where nothing does."""
+    """One line of the table; times and bits are None where there are none."""
 
     name: str
     n: int
     density: float
-    ratio_to_copy: float | None
-    bits_per_element: float | None = None
-    bits_per_index: float | None = None
-    entropy_bits: float | None = None
-    milliseconds: float | None = None
-    kept: float | None = None  # the density that came out
+    milliseconds: float | None
+    bits_per_element: float | None
+    bits_per_index: float | None
+    entropy_bits: float | None
+    kept: float  # the density that came out
+    ratio_to_copy: float | None = None  # known when all copies are done
 
-    def plain(self) -> dict[str, object]:
-        return asdict(self)
+    def against(self, copy: float) -> "Row":
+        """The same row with its ratio to a copy of so many milliseconds."""
+        return self if self.milliseconds is None else replace(self, ratio_to_copy=self.milliseconds / copy)
 
 
 def entropy_bits(density: float) -> float:
@@ -57,6 +60,7 @@ class Stage:
         self.residual = torch.zeros(n)
         self.saved = torch.zeros(n)
         self.copied = torch.empty(n)
+        self.copy = math.inf  # seconds of the best copy so far
 
     def settle(self, density: float) -> None:
         """The residual that a few steps leave."""
@@ -65,15 +69,15 @@ class Stage:
             codec.encode({"w": self.gradients[step % 2]})
         self.saved.copy_(codec.held("w")["residual"])
 
-    def against_copy(self, run: Callable[[], object], reset: Callable[[], object]) -> tuple[float, float]:
-        """Best seconds of `run`, and their ratio to the best copy; both take turns."""
-        best, copy, spent, turns = math.inf, math.inf, 0.0, 0
-        while turns < 2 or (spent < self.seconds and turns < 40):
+    def best_of_several(self, run: Callable[[], object], reset: Callable[[], object]) -> float:
+        """Best milliseconds of `run`; a copy of the gradient takes turns with it."""
+        best, spent, turns = math.inf, 0.0, 0
+        while turns < 3 or (spent < self.seconds and turns < 40):
             reset()
-            copy = min(copy, _timed(lambda: self.copied.copy_(self.gradients[0])))
+            self.copy = min(self.copy, _timed(lambda: self.copied.copy_(self.gradients[0])))
             took = _timed(run)
-            best, spent, turns = min(best, took), spent + took + copy, turns + 1
-        return best, best / copy
+            best, spent, turns = min(best, took), spent + took + self.copy, turns + 1
+        return 1e3 * best
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -109,19 +113,9 @@ def rivals(stage: Stage, density: float) -> dict[str, Way]:
 def rival_row(stage: Stage, density: float, name: str, way: Way) -> Row:
     """Time one of the other ways; positions take what their integers take."""
     size, kept = way()
-    seconds, ratio = stage.against_copy(way, lambda: stage.residual.copy_(stage.saved))
-    bits = 8.0 * size / stage.n
-    return Row(
-        name,
-        stage.n,
-        density,
-        ratio,
-        bits,
-        8.0 * size / kept - 32.0,
-        entropy_bits(kept / stage.n),
-        1e3 * seconds,
-        kept / stage.n,
-    )
+    took = stage.best_of_several(way, lambda: stage.residual.copy_(stage.saved))
+    share = kept / stage.n
+    return Row(name, stage.n, density, took, 8.0 * size / stage.n, 8.0 * size / kept - 32.0, entropy_bits(share), share)
 
 
 def encode_row(stage: Stage, density: float, name: str, selection: Selection) -> tuple[Row, Frame]:
@@ -134,9 +128,8 @@ def encode_row(stage: Stage, density: float, name: str, selection: Selection) ->
     def run() -> None:
         frames[:] = [codec.encode({"w": stage.gradients[0]})]
 
-    seconds, ratio = stage.against_copy(run, lambda: residual.copy_(stage.saved))
-    row = size_row(f"encode {name}", stage.n, density, frames[0], Bits(8))
-    return Row(**{**row.plain(), "ratio_to_copy": ratio, "milliseconds": 1e3 * seconds}), frames[0]  # type: ignore[arg-type]
+    took = stage.best_of_several(run, lambda: residual.copy_(stage.saved))
+    return frame_row(f"encode {name}", stage.n, density, frames[0], Bits(8), took), frames[0]
 
 
 def decode_row(stage: Stage, density: float, frame: Frame) -> Row:
@@ -146,25 +139,23 @@ def decode_row(stage: Stage, density: float, frame: Frame) -> Row:
     def run() -> None:
         FrameReader(frame, [stage.n]).add_to([out], 0.5)
 
-    seconds, ratio = stage.against_copy(run, lambda: None)
-    row = size_row("decode and add", stage.n, density, frame, Bits(8))
-    return Row(**{**row.plain(), "ratio_to_copy": ratio, "milliseconds": 1e3 * seconds})  # type: ignore[arg-type]
+    return frame_row("decode and add", stage.n, density, frame, Bits(8), stage.best_of_several(run, lambda: None))
 
 
-def size_row(name: str, n: int, density: float, frame: Frame, values: Values) -> Row:
+def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: float | None) -> Row:
     """The bits of a frame of one tensor: what is neither value nor scale counts as index."""
     (count,) = frame.counts
     full, rest = divmod(count, _native.BLOCK)
     stored = full * _native.block_bytes(values.code, _native.BLOCK)
     stored += _native.block_bytes(values.code, rest) if rest else 0
     index = 8.0 * (len(frame) - stored) / max(count, 1)
-    return Row(name, n, density, None, 8.0 * len(frame) / n, index, entropy_bits(count / n), None, count / n)
+    return Row(name, n, density, took, 8.0 * len(frame) / n, index, entropy_bits(count / n), count / n)
 
 
 def two_bit_row(gradient: Tensor, density: float) -> Row:
     """The size of a frame with two bits a value."""
     frame = Codec(TopK(density, exact=True), Bits(2)).encode({"w": gradient})
-    return size_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2))
+    return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), None)
 
 
 def steps_of(n: int) -> int:
@@ -172,9 +163,17 @@ def steps_of(n: int) -> int:
     return len(DENSITIES) * 11 + 1
 
 
-def rows_of(n: int, seconds: float) -> Iterator[Row]:
-    """All rows of one size, as they are measured."""
+def rows_of(n: int, seconds: float, done: Callable[[Row], None]) -> list[Row]:
+    """All rows of one size; `done` hears of each when it is measured."""
     stage = Stage(n, seconds)
+    rows = []
+    for row in _measured(stage):
+        done(row)
+        rows.append(row)
+    return [row.against(1e3 * stage.copy) for row in rows]
+
+
+def _measured(stage: Stage) -> Iterator[Row]:
     for density in DENSITIES:
         stage.settle(density)
         for name, way in rivals(stage, density).items():

@@ -1,11 +1,20 @@
 """Runs the codec's benchmark and shows it: progress on stderr, tables on stdout, rows as JSON."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from thinwire.bench.bars import BARS_FOR, Bar, density_bars, from_rows, memory_bars
@@ -25,7 +34,7 @@ def run(sizes: list[int], file: Path | None, seconds: float) -> None:
         console.print(_table([row for row in rows if row.n == n], n))
     console.print(_bar_table(bars, max(sizes)))
     if file is not None:
-        file.write_text(json.dumps([row.plain() for row in rows], indent=1) + "\n")
+        file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:
@@ -42,9 +51,7 @@ def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("bench codec", total=sum(steps_of(n) for n in sizes) + 2)
         for n in sizes:
-            for row in rows_of(n, seconds):
-                rows.append(row)
-                progress.update(task, advance=1, description=f"n = {n:,} at {row.density:.1%}")
+            rows += rows_of(n, seconds, lambda row: _advance(progress, task, row))
         largest = max(sizes)
         progress.update(task, description="densities")
         bars = from_rows(rows, largest) + density_bars(min(largest, 4_000_000))
@@ -52,6 +59,10 @@ def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:
         bars += memory_bars(largest)
         progress.update(task, advance=1)
     return rows, bars
+
+
+def _advance(progress: Progress, task: TaskID, row: Row) -> None:
+    progress.update(task, advance=1, description=f"n = {row.n:,} at {row.density:.1%}")
 
 
 def _number(x: float | None, digits: int = 2) -> str:
@@ -71,7 +82,7 @@ def _table(rows: list[Row], n: int) -> Table:
         table.add_row(
             row.name,
             f"{row.density:.1%}",
-            "" if row.kept is None else f"{row.kept:.3%}",
+            f"{row.kept:.3%}",
             _number(row.ratio_to_copy),
             _number(row.milliseconds),
             _number(row.bits_per_element, 4),
