@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import thinwire
-from thinwire.bench.command import bench
+from thinwire.bench.commands import app as bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
 from thinwire.race_command import race_command
@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 # What follows the command's first word is the command's own, options too.
 app.command("lab", context_settings={"allow_interspersed_args": False})(lab_command)
+
+app.add_typer(bench, name="bench")
 
 # Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -47,7 +49,6 @@ def _root(
     """Data-parallel PyTorch training over thin wires."""
 
 
-app.add_typer(bench, name="bench")
 app.command("race")(race_command)
 app.command("train")(train_command)
 app.command()(recipes)

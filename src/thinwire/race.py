@@ -4,16 +4,15 @@ Every method has the same seeds, data order and stopping rule; the step on an in
 same run, and a method's tax is what its step takes beyond that.
 """
 
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import thinwire
 from thinwire.events import Event, EventLog, Run, RunLog, Step
 from thinwire.launch import launch
+from thinwire.observe import describe_machine, now
 from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import MethodSummary, summarise
 from thinwire.worker import Work, parse
@@ -105,8 +104,8 @@ def describe_run(recipe: Recipe, work: Work, place: Field, method: str, seed: in
         metric=recipe.metric,
         target=work.plan.target if work.plan.target is not None else float("nan"),
         version=thinwire.__version__,
-        machine=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        machine=describe_machine(),
+        date=now(),
     )
 
 

@@ -20,6 +20,7 @@ from thinwire.codec.memory import MomentumResidual
 from thinwire.counting import TrafficMeter, ring_bytes
 from thinwire.events import Eval, Event, Histogram, Step
 from thinwire.methods import BASELINES, BackwardClock, apply_method, single_bucket
+from thinwire.observe import gradient_histogram
 from thinwire.presets import codec_for
 from thinwire.recipes.recipe import DataOrder, Recipe, Splits
 
@@ -36,7 +37,7 @@ class Plan:
     max_steps: int
     target: float | None  # of the metric on the test split; None: run to max_steps
     evaluate_every: int
-    evaluate_samples: int = 1000  # of the training split
+    train_samples: int = 2000  # of the training split, evaluated in the end
     checkpoint: Path | None = None
     resume: bool = False
 
@@ -70,6 +71,7 @@ class Training:
             step, self.wall = self.checkpoint.load()
         dist.barrier()
         self.meter.read()
+        reached = False
         while step < self.plan.max_steps:
             step += 1
             emit(self._step(step))
@@ -77,14 +79,15 @@ class Training:
                 for event in self._histograms(step):
                     emit(event)
             if step % self.plan.evaluate_every == 0 or step == self.plan.max_steps:
-                reached = self._evaluate(step, emit)
+                reached = self._evaluate(step, "test", emit)
                 if self.checkpoint is not None:
                     self.checkpoint.save(step, self.wall)
                 dist.barrier()
                 self.meter.read()  # what evaluation and checkpoints sent is not training's
                 if reached:
-                    return "target"
-        return "max_steps"
+                    break
+        self._evaluate(step, "train", emit)
+        return "target" if reached else "max_steps"
 
     def _step(self, step: int) -> Step:
         # Dropout and the like must not depend on what was drawn before, or a resumed run would differ.
@@ -126,32 +129,24 @@ class Training:
         held = [self.link.codec.held(name).get("residual") for name, _ in self.model.module.named_parameters()]
         return math.sqrt(sum(float(t.square().sum()) for t in held if t is not None))
 
-    def _evaluate(self, step: int, emit: Emit) -> bool:
+    def _evaluate(self, step: int, split: str, emit: Emit) -> bool:
         """Rank 0 evaluates, all hear whether the target is reached."""
         verdict = torch.zeros(1)
         if self.rank == 0:
-            for split, samples in (("train", self.plan.evaluate_samples), ("test", None)):
-                data = self.splits.train if split == "train" else self.splits.test
-                value = self.recipe.evaluate(self.model.module, data, samples)
-                emit(
-                    Eval(
-                        step=step,
-                        epoch=self.order.epoch(step),
-                        wall=self.wall,
-                        split=split,
-                        metric=self.recipe.metric,
-                        value=value,
-                    )
-                )
-                if split == "test" and self.plan.target is not None:
-                    verdict[0] = float(value >= self.plan.target)
+            test = split == "test"
+            data, samples = (self.splits.test, None) if test else (self.splits.train, self.plan.train_samples)
+            value = self.recipe.evaluate(self.model.module, data, samples)
+            epoch, metric = self.order.epoch(step), self.recipe.metric
+            emit(Eval(step=step, epoch=epoch, wall=self.wall, split=split, metric=metric, value=value))
+            if self.plan.target is not None:
+                verdict[0] = float(value >= self.plan.target)
         dist.broadcast(verdict, 0)
         return bool(verdict[0])
 
     def _histograms(self, step: int) -> list[Histogram]:
-        """Magnitudes of the mean gradient, per layer, in bins of a third of a decade: SparsifyGradients' figure."""
+        """Magnitudes of the mean gradient, per layer: SparsifyGradients' figure."""
         return [
-            histogram(name, parameter.grad, step)
+            gradient_histogram(step, name, parameter.grad)
             for name, parameter in self.model.module.named_parameters()
             if parameter.grad is not None and parameter.dim() > 1
         ]
@@ -160,17 +155,6 @@ class Training:
         """Let go of the link before the next method takes its turn."""
         if self.link is not None:
             self.link.detach()
-
-
-def histogram(layer: str, gradient: Tensor, step: int) -> Histogram:
-    """How the magnitudes of a gradient are spread, on a logarithmic scale from 1e-10 to 10."""
-    magnitudes = gradient.detach().float().abs().flatten()
-    some = magnitudes[magnitudes > 0]
-    exponents = torch.linspace(-10.0, 1.0, 34)
-    counts = torch.histogram(some.clamp(1.001e-10, 9.99).log10().cpu(), exponents).hist
-    edges = [float(10.0**x) for x in exponents.tolist()]
-    zeros = magnitudes.numel() - some.numel()
-    return Histogram(step=step, layer=layer, edges=edges, counts=[int(c) for c in counts], zeros=zeros)
 
 
 def parameter_count(model: nn.Module) -> int:
