@@ -12,10 +12,10 @@ import thinwire
 from thinwire.bench.commands import app as bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
-from thinwire.race_command import race_command
+from thinwire.race.race_command import race_command
+from thinwire.race.train_command import train_command
 from thinwire.recipes.command import recipes
 from thinwire.report.command import report
-from thinwire.train_command import train_command
 
 app = typer.Typer(
     name="thinwire",

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.codec.codec import Codec
 from thinwire.codec.memory import MomentumResidual
+from thinwire.codec.presets import codec_for
 from thinwire.codec.vectors import DTYPES
 from thinwire.errors import LinkError
 from thinwire.exchange.agree import check_agreement
@@ -28,7 +29,6 @@ from thinwire.exchange.base import Exchange
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import NAMES, choose_exchange
 from thinwire.link import Job, Link
-from thinwire.presets import codec_for
 from thinwire.units import UnitWatch
 
 _log = logging.getLogger("thinwire")

@@ -4,11 +4,11 @@ import mmap
 
 import pytest
 import torch
-from codec_cases import EXACT, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
+from tests.codec.codec_cases import EXACT, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
 from thinwire import _native
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values

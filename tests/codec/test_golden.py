@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import reference
 import torch
 
 import thinwire as tw
+from tests.codec import reference
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.frame"))
 

@@ -3,11 +3,11 @@
 import struct
 
 import pytest
-import reference
 import torch
-from reference import varint
 
 import thinwire as tw
+from tests.codec import reference
+from tests.codec.reference import varint
 from thinwire import _native
 
 NUMELS = [600, 40, 0]

@@ -1,12 +1,12 @@
 """Nothing is lost: for every selection, value format and memory, what was sent and what is held make up the input."""
 
 import torch
-from codec_cases import DTYPES, MEMORIES, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
+from tests.codec.codec_cases import DTYPES, MEMORIES, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
 from thinwire.codec.memory import Memory
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from codec_cases import KINDS, gradients, positions_of, quick
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
+from tests.codec.codec_cases import KINDS, gradients, positions_of, quick
 from thinwire.codec.selection import Selection, count_of
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from codec_cases import MEMORIES, VALUES, gradients
 
 import thinwire as tw
+from tests.codec.codec_cases import MEMORIES, VALUES, gradients
 from thinwire.codec.memory import Memory
 from thinwire.codec.selection import Selection
 

@@ -4,14 +4,14 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
-import reference
 import torch
-from codec_cases import DTYPES, EXACT, MEMORIES, VALUES, gradients, positions_of, quick, sizes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
+from tests.codec import reference
+from tests.codec.codec_cases import DTYPES, EXACT, MEMORIES, VALUES, gradients, positions_of, quick, sizes
 from thinwire import _native
 from thinwire.codec.memory import Memory
 from thinwire.codec.selection import Selection

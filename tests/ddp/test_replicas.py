@@ -7,7 +7,7 @@ import pytest
 import thinwire as tw
 from tests.cluster import Cluster
 from tests.ddp import jobs
-from thinwire.presets import PRESETS
+from thinwire.codec.presets import PRESETS
 
 
 @pytest.mark.parametrize("exchange", ["dense", "gather", "scatter-reduce", tw.Hierarchical(per_machine=2)], ids=str)

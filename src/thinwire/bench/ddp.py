@@ -44,7 +44,7 @@ def ddp_command(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
 ) -> None:
     """Step time, bytes per host and tax of each method on emulated hosts."""
-    from thinwire.methods import check_method
+    from thinwire.race.methods import check_method
 
     names = [name.strip() for name in methods.split(",")]
     for name in names:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.link import Link
-from thinwire.methods import apply_method, single_bucket
+from thinwire.race.methods import apply_method, single_bucket
 from thinwire.recipes.convnet import cuda_convnet
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from thinwire.race.training import Plan
 from thinwire.recipes.recipe import DataOrder, Recipe
-from thinwire.training import Plan
 
 
 def rate_or_none(rate: str | None) -> str | None:

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from thinwire.events import Event, EventLog
-from thinwire.launch import launch
-from thinwire.live import LiveRuns
-from thinwire.race import Field, describe_run
+from thinwire.race.launch import launch
+from thinwire.race.live import LiveRuns
+from thinwire.race.race import Field, describe_run
+from thinwire.race.worker import Work, parse, run_all
 from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import last_value, reached
-from thinwire.worker import Work, parse, run_all
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.codec.presets import PRESETS, codec_for
 from thinwire.ddp import attach
 from thinwire.link import Link
-from thinwire.presets import PRESETS, codec_for
 
 BASELINES = {
     "infinite": "an infinite network: one number a bucket is exchanged, the gradients are not",

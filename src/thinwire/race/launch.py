@@ -13,7 +13,7 @@ from thinwire.errors import ThinwireError
 from thinwire.lab import Lab
 from thinwire.lab.check import check, ready
 from thinwire.lab.launching import PIPED, Launch
-from thinwire.worker import Work
+from thinwire.race.worker import Work
 
 
 class WorkFailed(ThinwireError):
@@ -32,7 +32,7 @@ def require_lab_for(rate: str) -> None:
 
 def launch(work: Work, workers: int, rate: str | None, output: Callable[[int, str], None]) -> None:
     """Run the work to its end, each worker's lines going to `output`."""
-    argv = [sys.executable, "-m", "thinwire.worker", work.to_json()]
+    argv = [sys.executable, "-m", "thinwire.race.worker", work.to_json()]
     told: list[str] = []
 
     def read(host: int, line: str) -> None:

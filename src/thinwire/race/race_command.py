@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from thinwire.race import Result
+    from thinwire.race.race import Result
 
 METHODS = "dense,fp16,percentile90,topk1"
 
@@ -35,12 +35,12 @@ def race_command(
     report: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
 ) -> None:
     """Train the same recipe with each method over the same thin network and compare."""
-    from thinwire.live import LiveRuns
-    from thinwire.methods import check_method
-    from thinwire.plans import make_plan, rate_or_none
-    from thinwire.race import Field, run_race
+    from thinwire.race.live import LiveRuns
+    from thinwire.race.methods import check_method
+    from thinwire.race.plans import make_plan, rate_or_none
+    from thinwire.race.race import Field, run_race
+    from thinwire.race.worker import Work, with_infinite
     from thinwire.recipes import get_recipe
-    from thinwire.worker import Work
 
     names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip() != "infinite"))
     for name in names:
@@ -57,7 +57,7 @@ def race_command(
         max_steps=max_steps,
         evaluate_every=evaluate_every,
     )
-    runs = [("infinite", 0), *((name, seed) for seed in range(seeds) for name in names)]
+    runs = with_infinite([(name, seed) for seed in range(seeds) for name in names])
     work = Work(recipe, data, tuple(runs), plan)
     command = shlex.join(["thinwire", *sys.argv[1:]])
     place = Field(hosts, rate_or_none(rate), command)

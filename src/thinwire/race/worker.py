@@ -1,6 +1,6 @@
 """Worker: one rank of a training or a race; runs every (method, seed) in turn and tells its parent what happens.
 
-Started as `python -m thinwire.worker JSON` with the variables of torch.distributed set. Events of all ranks go to
+Started as `python -m thinwire.race.worker JSON` with the variables of torch.distributed set. Events of all ranks go to
 stdout, one line each, with the number of the run they belong to.
 """
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
 from thinwire.events import Event, Step, from_line, to_line
+from thinwire.race.training import Plan, Training
 from thinwire.recipes import get_recipe
-from thinwire.training import Plan, Training
 
 MARK = "EVENT"
 
@@ -29,7 +29,7 @@ class Work:
     data: Path | None
     runs: tuple[tuple[str, int], ...]
     plan: Plan
-    infinite_steps: int = 20  # the infinite network is for timing only
+    infinite_steps: int = 8  # the infinite network is for timing only
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -46,6 +46,11 @@ class Work:
             Plan(**plan),
             raw["infinite_steps"],
         )
+
+
+def with_infinite(runs: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The runs with a few steps on an infinite network before each: the machine's moods must not favour a method."""
+    return [each for number, run in enumerate(runs) for each in (("infinite", number), run)]
 
 
 def run_all(work: Work, emit: Any) -> None:

@@ -33,12 +33,12 @@ def train_command(
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard, too.")] = None,
 ) -> None:
     """Train a recipe with compressed gradients."""
-    from thinwire.methods import check_method
-    from thinwire.plans import make_plan, rate_or_none
-    from thinwire.race import Field
+    from thinwire.race.methods import check_method
+    from thinwire.race.plans import make_plan, rate_or_none
+    from thinwire.race.race import Field
+    from thinwire.race.train import Training, run_as_worker, run_training
+    from thinwire.race.worker import Work
     from thinwire.recipes import get_recipe
-    from thinwire.train import Training, run_as_worker, run_training
-    from thinwire.worker import Work
 
     check_method(compress)
     if resume and checkpoint is None:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.checkpoints import Checkpoint
 from thinwire.codec.memory import MomentumResidual
-from thinwire.counting import TrafficMeter, ring_bytes
+from thinwire.codec.presets import codec_for
 from thinwire.events import Eval, Event, Histogram, Step
-from thinwire.methods import BASELINES, BackwardClock, apply_method, single_bucket
 from thinwire.observe import gradient_histogram
-from thinwire.presets import codec_for
+from thinwire.race.checkpoints import Checkpoint
+from thinwire.race.counting import TrafficMeter, ring_bytes
+from thinwire.race.methods import BASELINES, BackwardClock, apply_method, single_bucket
 from thinwire.recipes.recipe import DataOrder, Recipe, Splits
 
 Emit = Callable[[Event], None]

@@ -11,11 +11,11 @@ from typing import Any
 
 import thinwire
 from thinwire.events import Event, EventLog, Run, RunLog, Step
-from thinwire.launch import launch
 from thinwire.observe import describe_machine, now
+from thinwire.race.launch import launch
+from thinwire.race.worker import Work, parse
 from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import MethodSummary, summarise
-from thinwire.worker import Work, parse
 
 Watch = Callable[[int, Event | str], None]
 

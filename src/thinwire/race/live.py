@@ -21,10 +21,16 @@ class LiveRuns:
             console=Console(stderr=True),
         )
         self._metric = metric
-        self._tasks: list[TaskID] = [
-            self._progress.add_task(name, total=total, start=False, news="waiting")
-            for name, total in zip(names, totals, strict=True)
-        ]
+        # The turns on an infinite network share one bar; every other run has its own.
+        self._tasks: list[TaskID] = []
+        shared: TaskID | None = None
+        for name, total in zip(names, totals, strict=True):
+            if name == "infinite" and shared is not None:
+                self._tasks.append(shared)
+                continue
+            task = self._progress.add_task(name, total=total, start=False, news="waiting")
+            shared = task if name == "infinite" else shared
+            self._tasks.append(task)
         self._started: set[int] = set()
         self._loss = [float("nan")] * len(names)
         self._value: list[float | None] = [None] * len(names)
