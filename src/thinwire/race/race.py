@@ -51,6 +51,7 @@ class Result:
 
     field: Field
     recipe: str
+    metric: str
     target: float | None
     infinite_ms: float
     standings: list[Standing]
@@ -80,7 +81,8 @@ class Result:
         if self.target is not None and any(s.seconds_to_target for s in others):
             best = min((s for s in others if s.seconds_to_target), key=lambda s: s.seconds_to_target or 0.0)
             gain = best.speedup
-            what = f"reaches {self.target:.4g} {f'{gain:.1f}x sooner than dense' if gain else 'and dense does not'}"
+            goal = f"{self.target:.4g} {self.metric}" if self.target > 1 else f"{100 * self.target:.4g} % {self.metric}"
+            what = f"reaches {goal} {f'{gain:.1f}x sooner than dense' if gain else 'and dense does not'}"
         else:
             best = min(others, key=lambda s: s.step_ms)
             gain = dense.step_ms / best.step_ms
@@ -145,7 +147,7 @@ def sum_up(recipe: Recipe, work: Work, place: Field, logs: list[RunLog]) -> Resu
     infinite = summarise(infinite_logs)[0].step_ms if infinite_logs else None
     assert infinite is not None, "every race measures the infinite network"
     standings = [_standing(summary, infinite) for summary in summarise(raced)]
-    return Result(place, recipe.name, work.plan.target, infinite, standings, raced)
+    return Result(place, recipe.name, recipe.metric, work.plan.target, infinite, standings, raced)
 
 
 def _standing(s: MethodSummary, infinite: float) -> Standing:

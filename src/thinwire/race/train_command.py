@@ -27,7 +27,7 @@ def train_command(
     seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
     evaluate_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
-    log: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-METHOD-DATE.jsonl.")] = None,
+    events: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-METHOD-DATE.jsonl.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints, at every evaluation.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard, too.")] = None,
@@ -62,7 +62,7 @@ def train_command(
     work = Work(recipe, data, ((compress, seed),), plan)
     place = Field(workers, rate_or_none(rate), shlex.join(["thinwire", *sys.argv[1:]]))
     date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    path = log if log is not None else Path("runs") / f"{made.name}-{compress}-{date}.jsonl"
+    path = events if events is not None else Path("runs") / f"{made.name}-{compress}-{date}.jsonl"
     training = Training(made, work, place, path, tensorboard)
     if "RANK" in os.environ:
         run_as_worker(training)

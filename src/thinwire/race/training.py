@@ -38,6 +38,7 @@ class Plan:
     target: float | None  # of the metric on the test split; None: run to max_steps
     evaluate_every: int
     train_samples: int = 2000  # of the training split, evaluated in the end
+    test_samples: int | None = None  # of the test split, evaluated every time; None: all
     checkpoint: Path | None = None
     resume: bool = False
 
@@ -71,7 +72,7 @@ class Training:
             step, self.wall = self.checkpoint.load()
         dist.barrier()
         self.meter.read()
-        reached = False
+        reached, evaluations = False, 0
         while step < self.plan.max_steps:
             step += 1
             emit(self._step(step))
@@ -79,14 +80,17 @@ class Training:
                 for event in self._histograms(step):
                     emit(event)
             if step % self.plan.evaluate_every == 0 or step == self.plan.max_steps:
-                reached = self._evaluate(step, "test", emit)
+                reached = self._evaluate(step, "test", self.plan.test_samples, emit)
+                evaluations += 1
+                if evaluations % 4 == 1:  # for the curve only: a few samples, now and then
+                    self._evaluate(step, "train", 500, emit)
                 if self.checkpoint is not None:
                     self.checkpoint.save(step, self.wall)
                 dist.barrier()
                 self.meter.read()  # what evaluation and checkpoints sent is not training's
                 if reached:
                     break
-        self._evaluate(step, "train", emit)
+        self._evaluate(step, "train", self.plan.train_samples, emit)
         return "target" if reached else "max_steps"
 
     def _step(self, step: int) -> Step:
@@ -129,12 +133,11 @@ class Training:
         held = [self.link.codec.held(name).get("residual") for name, _ in self.model.module.named_parameters()]
         return math.sqrt(sum(float(t.square().sum()) for t in held if t is not None))
 
-    def _evaluate(self, step: int, split: str, emit: Emit) -> bool:
+    def _evaluate(self, step: int, split: str, samples: int | None, emit: Emit) -> bool:
         """Rank 0 evaluates, all hear whether the target is reached."""
         verdict = torch.zeros(1)
         if self.rank == 0:
-            test = split == "test"
-            data, samples = (self.splits.test, None) if test else (self.splits.train, self.plan.train_samples)
+            data = self.splits.test if split == "test" else self.splits.train
             value = self.recipe.evaluate(self.model.module, data, samples)
             epoch, metric = self.order.epoch(step), self.recipe.metric
             emit(Eval(step=step, epoch=epoch, wall=self.wall, split=split, metric=metric, value=value))
