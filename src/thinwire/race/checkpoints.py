@@ -26,17 +26,22 @@ def save_whole(value: dict[str, Any], path: Path) -> None:
     os.replace(partial, path)
 
 
+def open_folder(folder: Path) -> None:
+    """Make the folder, or say why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+        raise CheckpointError(f"cannot write checkpoints to {folder} ({reason}): choose another folder") from error
+
+
 class Checkpoint:
     """The files of one training in a folder."""
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, link: Link | None) -> None:
         self.folder, self._model, self._optimizer, self._link = folder, model, optimizer, link
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = error.strerror
-            raise CheckpointError(f"cannot write checkpoints to {folder} ({reason}): choose another folder") from error
+        open_folder(folder)
 
     def save(self, step: int, wall: float) -> None:
         """Called on all ranks at the same step; the one before is forgotten when this one is complete."""

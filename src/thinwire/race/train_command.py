@@ -33,6 +33,7 @@ def train_command(
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard, too.")] = None,
 ) -> None:
     """Train a recipe with compressed gradients."""
+    from thinwire.race.checkpoints import open_folder
     from thinwire.race.methods import check_method
     from thinwire.race.plans import make_plan, rate_or_none
     from thinwire.race.race import Field
@@ -43,6 +44,8 @@ def train_command(
     check_method(compress)
     if resume and checkpoint is None:
         raise ValueError("--resume needs --checkpoint, the folder to go on from")
+    if checkpoint is not None:
+        open_folder(checkpoint)
     if "RANK" in os.environ:
         workers = int(os.environ.get("WORLD_SIZE", "1"))
     made = get_recipe(recipe)
