@@ -42,7 +42,7 @@ def from_rows(rows: Iterable[Row], n: int) -> list[Bar]:
         return found[name, density].ratio_to_copy or 0.0
 
     def smaller(name: str, density: float) -> float:
-        return 32.0 / (found[name, density].bits_per_element or 32.0)
+        return 32.0 / found[name, density].bits_per_element
 
     bars = [
         Bar("encode, sampled TopK", 2.5, ratio("encode TopK"), "x the copy"),
@@ -54,8 +54,7 @@ def from_rows(rows: Iterable[Row], n: int) -> list[Bar]:
     ]
     for density in (0.1, 0.01, 0.001):
         row = found["encode TopK exact", density]
-        bits, least = row.bits_per_index or 0.0, row.entropy_bits or 1.0
-        bars.append(Bar(f"index bits at {density:.1%}", 1.015, bits / least, "x the entropy"))
+        bars.append(Bar(f"index bits at {density:.1%}", 1.015, row.bits_per_index / row.entropy_bits, "x the entropy"))
     sizes = [
         ("encode TopK exact", 0.1, 24.0, "10 %, 8 bits"),
         ("encode TopK exact", 0.01, 195.0, "1 %, 8 bits"),

@@ -1,14 +1,14 @@
 """The codec's rows: each way of compressing, timed against a copy of the same tensor in the same moments.
 
 Residuals are in a steady state: every repetition starts from the residual that some steps at this density left.
-Copies take turns with everything that is timed, and all ratios of a size are to the best of its copies: noise can only
-make thinwire look worse.
+Everything that is timed takes turns with a copy, and the ratio is of the bests of both: they share the machine's moods.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,23 +23,26 @@ from thinwire.codec.values import Bits, Values
 DENSITIES = (0.1, 0.01, 0.001)
 
 
+class Time(NamedTuple):
+    """Milliseconds, and their ratio to copying the tensor."""
+
+    milliseconds: float | None
+    ratio_to_copy: float | None
+
+
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; times and bits are None where there are none."""
+    """One line of the table; times are None where only the size is of interest."""
 
     name: str
     n: int
     density: float
+    ratio_to_copy: float | None
+    bits_per_element: float
+    bits_per_index: float
+    entropy_bits: float
     milliseconds: float | None
-    bits_per_element: float | None
-    bits_per_index: float | None
-    entropy_bits: float | None
     kept: float  # the density that came out
-    ratio_to_copy: float | None = None  # known when all copies are done
-
-    def against(self, copy: float) -> "Row":
-        """The same row with its ratio to a copy of so many milliseconds."""
-        return self if self.milliseconds is None else replace(self, ratio_to_copy=self.milliseconds / copy)
 
 
 def entropy_bits(density: float) -> float:
@@ -60,7 +63,6 @@ class Stage:
         self.residual = torch.zeros(n)
         self.saved = torch.zeros(n)
         self.copied = torch.empty(n)
-        self.copy = math.inf  # seconds of the best copy so far
 
     def settle(self, density: float) -> None:
         """The residual that a few steps leave."""
@@ -69,21 +71,22 @@ class Stage:
             codec.encode({"w": self.gradients[step % 2]})
         self.saved.copy_(codec.held("w")["residual"])
 
-    def best_of_several(self, run: Callable[[], object], reset: Callable[[], object]) -> float:
-        """Best milliseconds of `run`; a copy of the gradient takes turns with it."""
-        best, spent, turns = math.inf, 0.0, 0
-        while turns < 3 or (spent < self.seconds and turns < 40):
+    def time(self, run: Callable[[], object], reset: Callable[[], object]) -> Time:
+        """Best of several runs, and of as many copies of the gradient, in turns."""
+        best, copy, spent, turns = math.inf, math.inf, 0.0, 0
+        while turns < 5 or (spent < self.seconds and turns < 40):
             reset()
-            self.copy = min(self.copy, _timed(lambda: self.copied.copy_(self.gradients[0])))
+            copy = min(copy, _timed(lambda: self.copied.copy_(self.gradients[0])))
             took = _timed(run)
-            best, spent, turns = min(best, took), spent + took + self.copy, turns + 1
-        return 1e3 * best
+            best, spent, turns = min(best, took), spent + took + copy, turns + 1
+        return Time(1e3 * best, best / copy)
 
 
 def _timed(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    """Seconds of this thread on a processor: while other programs have their turn, the clock stands still."""
+    begin = time.thread_time()
     run()
-    return time.perf_counter() - begin
+    return time.thread_time() - begin
 
 
 def selections(stage: Stage, density: float) -> dict[str, Selection]:
@@ -113,9 +116,8 @@ def rivals(stage: Stage, density: float) -> dict[str, Way]:
 def rival_row(stage: Stage, density: float, name: str, way: Way) -> Row:
     """Time one of the other ways; positions take what their integers take."""
     size, kept = way()
-    took = stage.best_of_several(way, lambda: stage.residual.copy_(stage.saved))
-    share = kept / stage.n
-    return Row(name, stage.n, density, took, 8.0 * size / stage.n, 8.0 * size / kept - 32.0, entropy_bits(share), share)
+    took = stage.time(way, lambda: stage.residual.copy_(stage.saved))
+    return _row(name, stage.n, density, took, 8.0 * size, 8.0 * size - 32.0 * kept, kept)
 
 
 def encode_row(stage: Stage, density: float, name: str, selection: Selection) -> tuple[Row, Frame]:
@@ -128,7 +130,7 @@ def encode_row(stage: Stage, density: float, name: str, selection: Selection) ->
     def run() -> None:
         frames[:] = [codec.encode({"w": stage.gradients[0]})]
 
-    took = stage.best_of_several(run, lambda: residual.copy_(stage.saved))
+    took = stage.time(run, lambda: residual.copy_(stage.saved))
     return frame_row(f"encode {name}", stage.n, density, frames[0], Bits(8), took), frames[0]
 
 
@@ -139,23 +141,27 @@ def decode_row(stage: Stage, density: float, frame: Frame) -> Row:
     def run() -> None:
         FrameReader(frame, [stage.n]).add_to([out], 0.5)
 
-    return frame_row("decode and add", stage.n, density, frame, Bits(8), stage.best_of_several(run, lambda: None))
+    return frame_row("decode and add", stage.n, density, frame, Bits(8), stage.time(run, lambda: None))
 
 
-def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: float | None) -> Row:
+def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: Time) -> Row:
     """The bits of a frame of one tensor: what is neither value nor scale counts as index."""
     (count,) = frame.counts
     full, rest = divmod(count, _native.BLOCK)
     stored = full * _native.block_bytes(values.code, _native.BLOCK)
     stored += _native.block_bytes(values.code, rest) if rest else 0
-    index = 8.0 * (len(frame) - stored) / max(count, 1)
-    return Row(name, n, density, took, 8.0 * len(frame) / n, index, entropy_bits(count / n), count / n)
+    return _row(name, n, density, took, 8.0 * len(frame), 8.0 * (len(frame) - stored), count)
+
+
+def _row(name: str, n: int, density: float, took: Time, bits: float, index: float, kept: int) -> Row:
+    each, share = index / max(kept, 1), kept / n
+    return Row(name, n, density, took.ratio_to_copy, bits / n, each, entropy_bits(share), took.milliseconds, share)
 
 
 def two_bit_row(gradient: Tensor, density: float) -> Row:
     """The size of a frame with two bits a value."""
     frame = Codec(TopK(density, exact=True), Bits(2)).encode({"w": gradient})
-    return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), None)
+    return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), Time(None, None))
 
 
 def steps_of(n: int) -> int:
@@ -163,17 +169,9 @@ def steps_of(n: int) -> int:
     return len(DENSITIES) * 11 + 1
 
 
-def rows_of(n: int, seconds: float, done: Callable[[Row], None]) -> list[Row]:
-    """All rows of one size; `done` hears of each when it is measured."""
+def rows_of(n: int, seconds: float) -> Iterator[Row]:
+    """All rows of one size, as they are measured."""
     stage = Stage(n, seconds)
-    rows = []
-    for row in _measured(stage):
-        done(row)
-        rows.append(row)
-    return [row.against(1e3 * stage.copy) for row in rows]
-
-
-def _measured(stage: Stage) -> Iterator[Row]:
     for density in DENSITIES:
         stage.settle(density)
         for name, way in rivals(stage, density).items():

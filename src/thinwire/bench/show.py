@@ -10,7 +10,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -51,7 +50,9 @@ def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("bench codec", total=sum(steps_of(n) for n in sizes) + 2)
         for n in sizes:
-            rows += rows_of(n, seconds, lambda row: _advance(progress, task, row))
+            for row in rows_of(n, seconds):
+                rows.append(row)
+                progress.update(task, advance=1, description=f"n = {n:,} at {row.density:.1%}")
         largest = max(sizes)
         progress.update(task, description="densities")
         bars = from_rows(rows, largest) + density_bars(min(largest, 4_000_000))
@@ -59,10 +60,6 @@ def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:
         bars += memory_bars(largest)
         progress.update(task, advance=1)
     return rows, bars
-
-
-def _advance(progress: Progress, task: TaskID, row: Row) -> None:
-    progress.update(task, advance=1, description=f"n = {row.n:,} at {row.density:.1%}")
 
 
 def _number(x: float | None, digits: int = 2) -> str:
