@@ -1,6 +1,6 @@
-"""A reader and a writer of frames in plain Python and torch, written from docs/wire-format.md alone.
+"""A reader and a writer of frames in plain Python and torch, as docs/wire-format.md describes them.
 
-Slow and simple on purpose: it shares no code with the kernels, so equal bytes mean that both follow the document.
+Slow and simple on purpose: it shares no code with the kernels, so equal bytes mean two implementations agree.
 """
 
 import struct
