@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import thinwire as tw
 from tests.codec.codec_cases import EXACT, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
 from thinwire import _native
+from thinwire.codec.codec import Kernels
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
 
@@ -25,7 +26,7 @@ from thinwire.codec.values import Values
     kernels=st.sampled_from(["native", "torch"]),
 )
 def test_a_budget_is_never_exceeded_and_nothing_is_lost(
-    selection: Selection, values: Values, shapes: list[int], kind: int, seed: int, budget: int, kernels: str
+    selection: Selection, values: Values, shapes: list[int], kind: int, seed: int, budget: int, kernels: Kernels
 ) -> None:
     codec = tw.Codec(selection, values, min_numel=100, kernels=kernels)
     held = {f"t{i}": torch.zeros(n) for i, n in enumerate(shapes)}

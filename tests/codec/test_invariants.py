@@ -7,6 +7,7 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.codec.codec_cases import DTYPES, MEMORIES, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
+from thinwire.codec.codec import Kernels, Scope
 from thinwire.codec.memory import Memory
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
@@ -84,8 +85,8 @@ def test_sent_and_held_make_up_the_gradient(
     min_numel: int,
     selection: Selection,
     values: Values,
-    kernels: str,
-    scope: str,
+    kernels: Kernels,
+    scope: Scope,
     shapes: list[int],
     dtype: torch.dtype,
     kind: int,

@@ -12,10 +12,11 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.codec.codec_cases import KINDS, gradients, positions_of, quick
+from thinwire.codec.codec import Kernels
 from thinwire.codec.selection import Selection, count_of
 
 
-def selected(selection: Selection, x: Tensor, *, step: int = 0, kernels: str = "native") -> Tensor:
+def selected(selection: Selection, x: Tensor, *, step: int = 0, kernels: Kernels = "native") -> Tensor:
     """Positions that travel of one tensor."""
     codec = tw.Codec(selection, tw.Float32(), tw.Drop(), min_numel=0, kernels=kernels)
     return positions_of(codec.encode({"w": x}, step=step), [x.numel()])[0]
@@ -35,7 +36,7 @@ def largest(x: Tensor, k: int) -> Tensor:
     seed=st.integers(0, 2**31),
     kernels=st.sampled_from(["native", "torch"]),
 )
-def test_exact_topk_is_a_stable_sort(n: int, density: float, kind: int, seed: int, kernels: str) -> None:
+def test_exact_topk_is_a_stable_sort(n: int, density: float, kind: int, seed: int, kernels: Kernels) -> None:
     x = gradients([n], torch.float32, kind, seed)["t0"]
     found = selected(tw.TopK(density, exact=True), x, kernels=kernels)
     assert torch.equal(found, largest(x, count_of(density, n)))
@@ -88,7 +89,7 @@ def test_sampled_topk_keeps_the_density(law: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_sampled_topk_of_few_distinct_magnitudes(kernels: str) -> None:
+def test_sampled_topk_of_few_distinct_magnitudes(kernels: Kernels) -> None:
     n = 1_000_000
     rare = torch.where(torch.rand(n, generator=torch.Generator().manual_seed(0)) < 0.005, 1.0, 0.1)
     for x in (torch.full((n,), 0.37), torch.full((n,), -1.0), rare):
@@ -217,8 +218,8 @@ def test_small_tensors_travel_whole() -> None:
         lambda: tw.Bits(3),
         lambda: tw.Residual(0.0),
         lambda: tw.MomentumResidual(1.0),
-        lambda: tw.Codec(0.1, scope="all"),
-        lambda: tw.Codec(0.1, kernels="cuda"),
+        lambda: tw.Codec(0.1, scope="all"),  # type: ignore[arg-type]
+        lambda: tw.Codec(0.1, kernels="cuda"),  # type: ignore[arg-type]
         lambda: tw.Codec(0.1).encode({"w": torch.zeros(3, dtype=torch.float64)}),
         lambda: tw.Codec(0.1).encode({"w": torch.zeros(3).to_sparse()}),
         lambda: tw.Codec(0.1).encode({"w": torch.zeros(3)}, step=-1),

@@ -13,6 +13,7 @@ import thinwire as tw
 from tests.codec import reference
 from tests.codec.codec_cases import DTYPES, EXACT, MEMORIES, VALUES, gradients, positions_of, quick, sizes
 from thinwire import _native
+from thinwire.codec.codec import Kernels, Scope
 from thinwire.codec.memory import Memory
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
@@ -26,10 +27,11 @@ def same_kernels_afterwards() -> Iterator[None]:
 
 
 def three_runs(
-    selection: Selection, values: Values, memory: Memory, scope: str, steps: list[dict[str, Tensor]]
+    selection: Selection, values: Values, memory: Memory, scope: Scope, steps: list[dict[str, Tensor]]
 ) -> list[tuple[list[bytes], list[Tensor]]]:
     runs = []
-    for avx2, kernels in [(True, "native"), (False, "native"), (False, "torch")]:
+    ways: list[tuple[bool, Kernels]] = [(True, "native"), (False, "native"), (False, "torch")]
+    for avx2, kernels in ways:
         _native.avx2(avx2)
         codec = tw.Codec(selection, values, memory, scope=scope, kernels=kernels, min_numel=64)
         frames = [codec.encode(g).tobytes() for g in steps]
@@ -59,7 +61,7 @@ def test_kernels_agree(
     selection: Selection,
     values: Values,
     memory: Memory,
-    scope: str,
+    scope: Scope,
     shapes: list[int],
     dtype: torch.dtype,
     kind: int,
