@@ -122,17 +122,22 @@ bool all_finite_avx2(const void* data, Dtype dtype, size_t n) {
     const __m256i x = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)), exponent);
     return width == 4 ? _mm256_cmpeq_epi32(x, exponent) : _mm256_cmpeq_epi16(x, exponent);
   };
-  __m256i found = _mm256_setzero_si256(), more = _mm256_setzero_si256();
-  size_t i = 0;
-  for (; i + 64 <= bytes; i += 64) {
-    found = _mm256_or_si256(found, bad(p + i));
-    more = _mm256_or_si256(more, bad(p + i + 32));
+  // Four streams at once: one core reads memory nearly twice as fast that way as from first to last.
+  constexpr size_t kStreams = 4;
+  const size_t stream = bytes / kStreams / 64 * 64;
+  __m256i found[kStreams] = {};
+  for (size_t i = 0; i < stream; i += 64)
+    for (size_t s = 0; s < kStreams; ++s) {
+      const uint8_t* q = p + s * stream + i;
+      found[s] = _mm256_or_si256(found[s], _mm256_or_si256(bad(q), bad(q + 32)));
+    }
+  for (size_t i = kStreams * stream; i < bytes; i += 64) {
+    uint8_t tail[64] = {};
+    __builtin_memcpy(tail, p + i, bytes - i < 64 ? bytes - i : 64);
+    found[0] = _mm256_or_si256(found[0], _mm256_or_si256(bad(tail), bad(tail + 32)));
   }
-  if (!_mm256_testz_si256(_mm256_or_si256(found, more), _mm256_set1_epi8(-1))) return false;
-  uint8_t tail[64] = {};
-  __builtin_memcpy(tail, p + i, bytes - i);
-  found = _mm256_or_si256(bad(tail), bad(tail + 32));
-  return _mm256_testz_si256(found, _mm256_set1_epi8(-1));
+  const __m256i any = _mm256_or_si256(_mm256_or_si256(found[0], found[1]), _mm256_or_si256(found[2], found[3]));
+  return _mm256_testz_si256(any, any);
 }
 
 }  // namespace thinwire
