@@ -62,6 +62,10 @@ class Exchange(ABC):
         """All channels whose traffic is this exchange's."""
         return []
 
+    def weight(self) -> int:
+        """How many ranks' gradients this rank's memory stands for: a mean of memories weighs it by that."""
+        return 1
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -72,24 +76,40 @@ class Exchange(ABC):
 class AgreedSizes:
     """Sizes of messages, per bucket, that every rank derives from what every rank has seen.
 
-    A message is a little larger than the largest of the step before, and grows quickly when one was full; entries
-    that do not fit wait in the memory.
+    A message is a little larger than the largest of late, and grows quickly when one was full; entries that do not
+    fit wait in the memory. It shrinks slowly, so that a step in which little was sent does not choke the next.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[str, list[int]] = {}
+        self._guessed: set[tuple[str, int]] = set()
+        self._used: dict[str, int] = {}
 
-    def get(self, key: str, first: Callable[[], list[int]]) -> list[int]:
+    def get(self, key: str, step: int, first: Callable[[], list[int]]) -> list[int]:
         """The sizes for a bucket; `first` guesses them before anything was seen."""
         if key not in self.sizes:
             self.sizes[key] = first()
+            self._guessed.update((key, place) for place in range(len(self.sizes[key])))
+        self._used[key] = step
         return self.sizes[key]
 
     def learn(self, key: str, place: int, largest: int) -> None:
         """Note the largest message of a step, which all ranks know."""
         size = self.sizes[key][place]
+        floor = 0 if (key, place) in self._guessed else int(0.9 * size)
+        self._guessed.discard((key, place))
         full = largest > 0.97 * size
-        self.sizes[key][place] = int(size * 1.3) + 64 if full else int(largest * 1.06) + 64
+        self.sizes[key][place] = int(size * 1.3) + 64 if full else max(floor, int(largest * 1.06) + 64)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """The sizes of the last step's buckets; those of buckets that DDP has regrouped since are out of date."""
+        latest = max(self._used.values(), default=0)
+        return {key: list(self.sizes[key]) for key, step in self._used.items() if step == latest}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        self.sizes = {key: list(sizes) for key, sizes in state.items()}
+        self._guessed.clear()
+        self._used = dict.fromkeys(self.sizes, 0)
 
 
 def first_size(codec: Codec, numels: list[int], step: int, share: float = 1.0) -> int:

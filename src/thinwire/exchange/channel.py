@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# PyTorch is renaming it; the old name warns where the new one exists.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Channel:
     """A process group of its own, so that nobody else's collectives can come between ours."""
@@ -28,7 +31,7 @@ class Channel:
         """Everybody's message, in rank order; all are of one size."""
         size, began = message.numel(), time.perf_counter()
         out = torch.empty(size * self.world, dtype=torch.uint8, device=self.device)
-        dist.all_gather_into_tensor(out, message.to(self.device), group=self.group)
+        _all_gather(out, message.to(self.device), group=self.group)
         self._count(size * (self.world - 1), size * (self.world - 1), began)
         return list(out.cpu().view(self.world, size).unbind()) if size else [message] * self.world
 

@@ -27,12 +27,15 @@ _CUT_FROM = 1 << 15
 _PREFIX = struct.Struct("<QQ")
 
 
-def share_out(sizes: Mapping[str, int], world: int) -> dict[str, list[tuple[int, int, int]]]:
-    """Who owns what: (owner, begin, end) ranges of every parameter, the same on every rank and for all buckets."""
+def share_out(sizes: Mapping[str, int], world: int, smallest: int = 1) -> dict[str, list[tuple[int, int, int]]]:
+    """Who owns what: (owner, begin, end) ranges of every parameter, the same on every rank and for all buckets.
+
+    No share is cut below `smallest` elements: tensors that small travel whole.
+    """
     load = [0] * world
     owners: dict[str, list[tuple[int, int, int]]] = {}
     for name, n in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        if n >= _CUT_FROM:
+        if n >= max(_CUT_FROM, smallest * world):
             bounds = [n * r // world for r in range(world + 1)]
             owners[name] = [(r, bounds[r], bounds[r + 1]) for r in range(world)]
         else:
@@ -61,7 +64,7 @@ class ScatterReduce(Exchange):
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
-        self._owners = share_out(sizes, channel.world)
+        self._owners = share_out(sizes, channel.world, codec.min_numel)
         # Random positions are the same on all ranks: selecting again would thin out what has no fill-in.
         selection = Threshold(0.0) if isinstance(codec.selection, RandomK) else codec.selection
         self._second = Codec(
@@ -73,9 +76,8 @@ class ScatterReduce(Exchange):
 
     def mean(self, bucket: Bucket) -> Outcome:
         channel, key, plan = self._channel, bucket.key, self._plan(bucket)
-        numels = bucket.numels
-        budgets = self._parts.get(key, lambda: self._first_parts(bucket, plan))
-        (size,) = self._results.get(key, lambda: [self._first_result(bucket, plan)])
+        budgets = self._parts.get(key, bucket.step, lambda: self._first_parts(bucket, plan))
+        (size,) = self._results.get(key, bucket.step, lambda: [self._first_result(bucket, plan)])
         # 1. Split what travels by owner; the rest stays in the memory.
         began = time.perf_counter()
         parts = encode_parts(self._codec, bucket.gradients, plan.owned, budgets, step=bucket.step, hold=bucket.hold)
@@ -84,7 +86,7 @@ class ScatterReduce(Exchange):
         received = channel.all_to_all([padded(part, n) for part, n in zip(parts, budgets, strict=True)])
         # 3. Add up the own share in rank order, select again; what is rejected stays here.
         began = time.perf_counter()
-        result, news, counts = self._reduce(bucket, plan, received)
+        result, news = self._reduce(bucket, plan, received)
         compress += time.perf_counter() - began
         # 4. Results, to everybody.
         prefix = torch.frombuffer(bytearray(_PREFIX.pack(*news)), dtype=torch.uint8)
@@ -94,9 +96,8 @@ class ScatterReduce(Exchange):
         bad = self._read(bucket, plan, messages)
         decode = time.perf_counter() - began
         names = list(bucket.gradients)
-        return Outcome(
-            bad, counts, compress, decode, lambda: self._give_back(names, numels, plan.owned[channel.rank], result)
-        )
+        counts = dict(zip(names, map(sum, zip(*(part.counts for part in parts), strict=True)), strict=False))
+        return Outcome(bad, counts, compress, decode, lambda: self._give_back(names, plan.owned[channel.rank], result))
 
     def _plan(self, bucket: Bucket) -> _Plan:
         owned: list[list[Piece]] = [[] for _ in range(self._channel.world)]
@@ -116,10 +117,8 @@ class ScatterReduce(Exchange):
     def _first_result(self, bucket: Bucket, plan: _Plan) -> int:
         return max(first_size(self._second, [p.end - p.begin for p in pieces], bucket.step) for pieces in plan.owned)
 
-    def _reduce(
-        self, bucket: Bucket, plan: _Plan, received: list[Tensor]
-    ) -> tuple[Frame, tuple[int, int], dict[str, int]]:
-        """The own share's result, what its prefix says, and how many entries of each tensor the result has."""
+    def _reduce(self, bucket: Bucket, plan: _Plan, received: list[Tensor]) -> tuple[Frame, tuple[int, int]]:
+        """The own share's result, and what its prefix says."""
         names, rank = list(bucket.gradients), self._channel.rank
         readers = [FrameReader(message, bucket.numels, trailing=True) for message in received]
         for out in bucket.outs:
@@ -128,31 +127,29 @@ class ScatterReduce(Exchange):
             reader.add_to(bucket.outs)
         pieces, views = plan.owned[rank], plan.views(bucket.outs, rank)
         bad = next((r for r, reader in enumerate(readers) if reader.non_finite), -1)
-        counts: dict[str, int] = {}
         if bad >= 0:
             result = empty_frame(str(bad))
         else:
             sums = {names[p.tensor]: view for p, view in zip(pieces, views, strict=True)}
             budget = self._results.sizes[bucket.key][0]
             result = encode_leftover(self._second, sums, step=bucket.step, budget=budget)
-            counts = dict(zip(sums, result.counts, strict=True))
         for piece, view in zip(pieces, views, strict=True):
             name = names[piece.tensor]
             held = self._codec.open_slots(name, bucket.gradients[name]).get("residual")
             if held is not None:
                 held[piece.begin : piece.end] += view.to(held.device)
-        return result, (max(reader.length for reader in readers), bad + 1), counts
+        return result, (max(reader.length for reader in readers), bad + 1)
 
     def _read(self, bucket: Bucket, plan: _Plan, messages: list[Tensor]) -> list[int]:
         """Write the mean to the outs; or the ranks that were not finite."""
         key, world = bucket.key, self._channel.world
+        prefixes = [_PREFIX.unpack(message[: _PREFIX.size].numpy().tobytes()) for message in messages]
+        bad = {culprit - 1 for _, culprit in prefixes if culprit}
+        if bad:
+            return sorted(bad)
         readers = []
-        bad = set()
         for owner, message in enumerate(messages):
-            largest, culprit = _PREFIX.unpack(message[: _PREFIX.size].numpy().tobytes())
-            self._parts.learn(key, owner, largest)
-            if culprit:
-                bad.add(culprit - 1)
+            self._parts.learn(key, owner, prefixes[owner][0])
             sizes = [p.end - p.begin for p in plan.owned[owner]]
             readers.append(FrameReader(message[_PREFIX.size :], sizes, trailing=True))
         self._results.learn(key, 0, max(reader.length for reader in readers))
@@ -160,9 +157,9 @@ class ScatterReduce(Exchange):
             out.zero_()
         for owner, reader in enumerate(readers):
             reader.add_to(plan.views(bucket.outs, owner), 1.0 / world)
-        return sorted(bad)
+        return []
 
-    def _give_back(self, names: list[str], numels: list[int], pieces: list[Piece], result: Frame) -> None:
+    def _give_back(self, names: list[str], pieces: list[Piece], result: Frame) -> None:
         reader = FrameReader(result, [p.end - p.begin for p in pieces])
         for section in reader.sections:
             positions, values = reader.entries(section)
@@ -170,12 +167,13 @@ class ScatterReduce(Exchange):
             self._codec.give_back(names[piece.tensor], positions + piece.begin, values)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts": self._parts.sizes, "results": self._results.sizes, "second": self._second.state_dict()}
+        parts, results = self._parts.state_dict(), self._results.state_dict()
+        return {"parts": parts, "results": results, "second": self._second.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._parts.sizes = {key: list(sizes) for key, sizes in state["parts"].items()}
-        self._results.sizes = {key: list(sizes) for key, sizes in state["results"].items()}
-        self._second.load_state_dict(state["second"])
+        self._parts.load_state_dict(state.get("parts", {}))
+        self._results.load_state_dict(state.get("results", {}))
+        self._second.load_state_dict(state.get("second", self._second.fresh().state_dict()))
 
     def __repr__(self) -> str:
         return "ScatterReduce()"
