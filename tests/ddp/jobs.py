@@ -85,12 +85,12 @@ def dense(rank: int, steps: int) -> float:
     return accuracy(model)
 
 
-def converge(rank: int, names: list[str | None], steps: int) -> dict[str | None, float]:
+def converge(rank: int, names: list[str | None], steps: int, rate: float = 0.2) -> dict[str | None, float]:
     """The accuracy that each preset reaches while the learning rate falls to zero; None stands for plain DDP."""
     reached = {}
     for name in names:
         model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
         link = tw.attach(model, name, optimizer=optimizer) if name else None
         for step in range(steps):

@@ -35,16 +35,18 @@ class Channel:
         self._count(size * (self.world - 1), size * (self.world - 1), began)
         return list(out.cpu().view(self.world, size).unbind()) if size else [message] * self.world
 
-    def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """messages[r] goes to rank r; what rank r sent here comes back in place r, in the size of messages[rank]."""
+    def all_to_all(self, messages: Sequence[Tensor], size: int) -> list[Tensor]:
+        """messages[r] goes to rank r; rank r's comes back in place r, `size` bytes long; the own stays as it is."""
         began = time.perf_counter()
-        sizes = [m.numel() for m in messages]
-        mine = sizes[self.rank]
-        out = torch.empty(mine * self.world, dtype=torch.uint8, device=self.device)
-        together = torch.cat(list(messages)).to(self.device)
-        dist.all_to_all_single(out, together, [mine] * self.world, sizes, group=self.group)
-        self._count(sum(sizes) - mine, mine * (self.world - 1), began)
-        return list(out.cpu().view(self.world, mine).unbind())
+        sent = [0 if r == self.rank else m.numel() for r, m in enumerate(messages)]
+        expected = [0 if r == self.rank else size for r in range(self.world)]
+        out = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
+        together = torch.cat([m for r, m in enumerate(messages) if r != self.rank] or [out]).to(self.device)
+        dist.all_to_all_single(out, together, expected, sent, group=self.group)
+        self._count(sum(sent), sum(expected), began)
+        received = list(torch.split(out.cpu(), expected))
+        received[self.rank] = messages[self.rank]
+        return received
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum in place."""

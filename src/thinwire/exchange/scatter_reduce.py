@@ -80,10 +80,12 @@ class ScatterReduce(Exchange):
         (size,) = self._results.get(key, bucket.step, lambda: [self._first_result(bucket, plan)])
         # 1. Split what travels by owner; the rest stays in the memory.
         began = time.perf_counter()
-        parts = encode_parts(self._codec, bucket.gradients, plan.owned, budgets, step=bucket.step, hold=bucket.hold)
+        room = [self._room(bucket, plan) if r == channel.rank else n for r, n in enumerate(budgets)]
+        parts = encode_parts(self._codec, bucket.gradients, plan.owned, room, step=bucket.step, hold=bucket.hold)
         compress = time.perf_counter() - began
         # 2. To the owners.
-        received = channel.all_to_all([padded(part, n) for part, n in zip(parts, budgets, strict=True)])
+        sent = [part.data if r == channel.rank else padded(part, budgets[r]) for r, part in enumerate(parts)]
+        received = channel.all_to_all(sent, budgets[channel.rank])
         # 3. Add up the own share in rank order, select again; what is rejected stays here.
         began = time.perf_counter()
         result, news = self._reduce(bucket, plan, received)
@@ -105,6 +107,11 @@ class ScatterReduce(Exchange):
             for owner, begin, end in self._owners[name]:
                 owned[owner].append(Piece(i, begin, end))
         return _Plan(owned)
+
+    def _room(self, bucket: Bucket, plan: _Plan) -> int:
+        """Bytes for the part that stays here: it goes over no wire, so that it may hold everything."""
+        numels = [bucket.numels[p.tensor] for p in plan.owned[self._channel.rank]]
+        return self._codec.frame_bound(numels)
 
     def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
         """Entries may crowd in one share: room for twice as many as an even spread gives."""
@@ -138,7 +145,8 @@ class ScatterReduce(Exchange):
             held = self._codec.open_slots(name, bucket.gradients[name]).get("residual")
             if held is not None:
                 held[piece.begin : piece.end] += view.to(held.device)
-        return result, (max(reader.length for reader in readers), bad + 1)
+        largest = max((reader.length for r, reader in enumerate(readers) if r != rank), default=0)
+        return result, (largest, bad + 1)
 
     def _read(self, bucket: Bucket, plan: _Plan, messages: list[Tensor]) -> list[int]:
         """Write the mean to the outs; or the ranks that were not finite."""
