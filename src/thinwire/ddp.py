@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.buckets import Job
 from thinwire.codec.codec import Codec
 from thinwire.codec.memory import MomentumResidual
 from thinwire.codec.vectors import DTYPES
@@ -27,7 +28,7 @@ from thinwire.exchange.agree import agreed
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import NAMES, choose_exchange
-from thinwire.link import Job, Link
+from thinwire.link import Link
 from thinwire.presets import codec_for
 from thinwire.units import UnitWatch
 

@@ -8,16 +8,16 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire import _native
+from thinwire.buckets import Job, Opened, all_zero
 from thinwire.codec.codec import Codec
-from thinwire.codec.vectors import DTYPES
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel
@@ -25,19 +25,6 @@ from thinwire.replicas import check_replicas, gather_reasons
 from thinwire.states import load_link_state, mean_link_state, without_strangers
 from thinwire.stats import Stats
 from thinwire.units import UnitWatch
-
-
-@dataclass(frozen=True)
-class Job:
-    """One bucket on its way: its gradients are views of the buffer, which receives the mean."""
-
-    buffer: Tensor
-    gradients: dict[str, Tensor]
-    last: bool
-    begins_step: bool
-    factors: dict[str, float] = field(default_factory=dict)  # by which memories are rescaled before the step
-    ready: Callable[[], None] = lambda: None
-
 
 Item = tuple[Job, "torch.futures.Future[Any]"]
 
@@ -68,6 +55,12 @@ class Link:
         self._on_detach = on_detach
         self._stats = Stats()
         self._outcomes: list[Outcome] = []
+        self._spoiled = False  # whether the step under way will be skipped
+        self._waiting: list[Item] = []
+        # Names exchanged together: so far in this step, in the one before, and when a loaded state was saved.
+        self._groups_now: list[list[str]] = []
+        self._groups_before: list[list[str]] = []
+        self._resumed: list[list[str]] | None = None
         self._failure: LinkError | None = None
         self._jobs: queue.Queue[Item | None] = queue.Queue()
         # The thread must not keep a link alive that nobody holds any more: it ends when the link is collected.
@@ -96,14 +89,21 @@ class Link:
 
     def _take(self, job: Job, future: "torch.futures.Future[Any]") -> None:
         """Work on one bucket, or pass on why not; whatever it is, the backward pass that waits must hear of it."""
-        try:
-            if self._failure is not None:
-                raise self._failure
-            self._run(job)
-            future.set_result(job.buffer)
-        except Exception as error:
-            self._failure = error if isinstance(error, LinkError) else self._describe(error)
-            future.set_result(self._failure)
+        if job.begins_step:
+            self._waiting.clear()
+        self._waiting.append((job, future))
+        if self._resumed is not None and not job.last and self._failure is None:
+            return
+        jobs = [waiting for waiting, _ in self._waiting]
+        result: Exception | None = self._failure
+        if result is None:
+            try:
+                self._run(jobs)
+            except Exception as error:
+                result = self._failure = error if isinstance(error, LinkError) else self._describe(error)
+        for waiting, answer in self._waiting:
+            answer.set_result(waiting.buffer if result is None else result)
+        self._waiting.clear()
 
     def _describe(self, error: Exception) -> LinkError:
         """One sentence: who, when, and whose fault it is as far as the ranks that are left can tell."""
@@ -120,42 +120,60 @@ class Link:
         who = f"; no sign of rank {', '.join(silent)}" if silent else ""
         return LinkError(f"{where}: the exchange failed{who}: {text}")
 
-    def _run(self, job: Job) -> None:
-        job.ready()
-        if job.begins_step:
-            self._outcomes.clear()
-            for name, factor in job.factors.items():
-                self.codec.rescale(factor, [name])
-            if self._check_every and self.step and self.step % self._check_every == 0:
-                check_replicas(self._channel, self._parameters, self.step)
-        direct = job.buffer.device.type == "cpu" and job.buffer.dtype == torch.float32
-        flat = job.buffer if direct else torch.empty(job.buffer.numel())
-        outs = list(torch.split(flat, [g.numel() for g in job.gradients.values()]))
-        # A parameter without a gradient took no part here: DDP may drop what we would send for it.
-        hold = frozenset(name for name, g in job.gradients.items() if _all_zero(g))
-        outcome = self.exchange.mean(Bucket(job.gradients, outs, self.step, hold))
-        if outcome.non_finite:
-            flat.fill_(torch.nan)
-        if not direct:
-            job.buffer.copy_(flat)
-            # What waited in the memory can exceed a narrow type: the same bits, so the same verdict, everywhere.
-            if job.buffer.dtype == torch.float16 and not bool(job.buffer.isfinite().all()):
-                outcome.non_finite = outcome.non_finite or list(range(self._channel.world))
-            if job.buffer.is_cuda:
-                torch.cuda.current_stream(job.buffer.device).synchronize()
-        self._outcomes.append(outcome)
-        self._stats.note(outcome, job.gradients, hold)
-        if job.last:
+    def _run(self, jobs: list[Job]) -> None:
+        """One bucket; in the first step after a resumption all of them, regrouped as they were when saved."""
+        for job in jobs:
+            job.ready()
+        if jobs[0].begins_step:
+            self._begin_step(jobs[0])
+        opened = [Opened(job) for job in jobs]
+        gradients = {name: g for job in jobs for name, g in job.gradients.items()}
+        outs = {name: out for one in opened for name, out in one.outs.items()}
+        for names in self._groups(jobs):
+            self._mean({name: gradients[name] for name in names}, [outs[name] for name in names])
+        for one in opened:
+            self._spoiled |= one.close()
+        if jobs[-1].last:
             self._end_step()
+
+    def _begin_step(self, job: Job) -> None:
+        self._outcomes.clear()
+        self._groups_now.clear()
+        self._spoiled = False
+        for name, factor in job.factors.items():
+            self.codec.rescale(factor, [name])
+        if self._check_every and self.step and self.step % self._check_every == 0:
+            check_replicas(self._channel, self._parameters, self.step)
+
+    def _groups(self, jobs: list[Job]) -> list[list[str]]:
+        """The names that are exchanged together: DDP's buckets, or the saved ones if they hold the same names."""
+        groups = [list(job.gradients) for job in jobs]
+        saved, self._resumed = self._resumed, None
+        if saved and sorted(chain(*saved)) == sorted(chain(*groups)):
+            groups = saved
+        self._groups_now += groups
+        return groups
+
+    def _mean(self, gradients: dict[str, Tensor], outs: list[Tensor]) -> None:
+        # A parameter without a gradient took no part here: DDP may drop what we would send for it.
+        hold = frozenset(name for name, g in gradients.items() if all_zero(g))
+        outcome = self.exchange.mean(Bucket(gradients, outs, self.step, hold))
+        if outcome.non_finite:
+            self._spoiled = True
+            for out in outs:
+                out.fill_(torch.nan)
+        self._outcomes.append(outcome)
+        self._stats.note(outcome, gradients, hold)
 
     def _end_step(self) -> None:
         """A step with a non-finite gradient will be skipped by everybody: take back what it made known."""
-        if any(outcome.non_finite for outcome in self._outcomes):
+        if self._spoiled:
             for outcome in self._outcomes:
                 if outcome.undo is not None:
                     outcome.undo()
             self._stats.skipped += 1
         self._outcomes.clear()
+        self._groups_before = list(self._groups_now)
         self.step += 1
         self._stats.end_step(self.exchange.channels())
 
@@ -208,6 +226,7 @@ class Link:
             "codec": self.codec.state_dict(),
             "exchange": {repr(self.exchange): self.exchange.state_dict()},
             "units": self.units.state_dict(),
+            "buckets": self._groups_before,
         }
         if not gather:
             return state
@@ -228,6 +247,8 @@ class Link:
         self.exchange.load_state_dict(mine["exchange"].get(repr(self.exchange), {}))
         self.units.load_state_dict(mine["units"])
         self.step = int(mine["step"])
+        # DDP begins with other buckets than it had: regrouping its first step makes it that of an unbroken run.
+        self._resumed = [list(names) for names in mine["buckets"]] or None
 
 
 @dataclass(frozen=True)
@@ -250,9 +271,3 @@ def _work(jobs: "queue.Queue[Item | None]", link: "weakref.ref[Link]") -> None:
             owner._take(*item)
         del owner, item
         jobs.task_done()
-
-
-def _all_zero(gradient: Tensor) -> bool:
-    if gradient.device.type != "cpu":
-        return not bool(gradient.any())
-    return gradient.is_contiguous() and _native.all_zero(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel())

@@ -44,7 +44,7 @@ def merge_states(states: Sequence[LinkState]) -> LinkState:
 def _shared(state: LinkState, memory: dict[str, dict[str, Tensor]]) -> LinkState:
     """The state that every rank may start from."""
     codec = {**state["codec"], "memory": memory, "selection": {}}
-    return {**state, "world_size": None, "rank": None, "weight": None, "codec": codec, "exchange": {}}
+    return {**state, "world_size": None, "rank": None, "weight": None, "codec": codec, "exchange": {}, "buckets": []}
 
 
 def mean_link_state(

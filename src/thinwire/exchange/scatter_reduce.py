@@ -110,8 +110,8 @@ class ScatterReduce(Exchange):
 
     def _room(self, bucket: Bucket, plan: _Plan) -> int:
         """Bytes for the part that stays here: it goes over no wire, so that it may hold everything."""
-        numels = [bucket.numels[p.tensor] for p in plan.owned[self._channel.rank]]
-        return self._codec.frame_bound(numels)
+        pieces, numels = plan.owned[self._channel.rank], bucket.numels
+        return self._codec.frame_bound([numels[p.tensor] for p in pieces], [p.end - p.begin for p in pieces])
 
     def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
         """Entries may crowd in one share: room for twice as many as an even spread gives."""
