@@ -5,6 +5,7 @@ collectives can never cross; the backward pass goes on meanwhile.
 """
 
 import queue
+import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -107,9 +108,11 @@ class Link:
 
     def _describe(self, error: Exception) -> LinkError:
         """One sentence: who, when, and whose fault it is as far as the ranks that are left can tell."""
-        text = " ".join(str(error).split())
+        text = re.sub(r"^\[[^\]]*\] *", "", " ".join(str(error).split()))  # without the backend's source line
         own = "" if isinstance(error, RuntimeError) else text  # collectives raise RuntimeErrors
         where = f"rank {self._channel.rank}, step {self.step}"
+        for channel in {self._channel, *self.exchange.channels()}:
+            channel.abort()  # so that ranks which wait for this one hear of it at once
         reasons = gather_reasons(self._channel, self.step, own)
         if own:
             return LinkError(f"{where}: {own}")

@@ -191,7 +191,7 @@ def alone(rank: int, exchange: Any) -> bool:
     model = jobs.make()
     link = tw.attach(model, 0.05, exchange=exchange)
     jobs.train(model, rank, range(3), torch.optim.SGD(model.parameters(), lr=0.1))
-    return link.step == 3
+    return bool(link.step == 3)
 
 
 @pytest.mark.parametrize("exchange", ["dense", "gather", "scatter-reduce", tw.Hierarchical(), None], ids=str)

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from thinwire._native import SECTION_BYTES
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame
+from thinwire.codec.frame import BLOCK, Frame
 from thinwire.exchange.channel import Channel
 
 Groups = Callable[[list[list[int]]], list[Channel]]
@@ -93,13 +94,13 @@ class AgreedSizes:
         self._used[key] = step
         return self.sizes[key]
 
-    def learn(self, key: str, place: int, largest: int) -> None:
-        """Note the largest message of a step, which all ranks know."""
+    def learn(self, key: str, place: int, largest: int, slack: int) -> None:
+        """Note the largest message of a step, which all ranks know; a full one may lack `slack` bytes."""
         size = self.sizes[key][place]
         floor = 0 if (key, place) in self._guessed else int(0.9 * size)
         self._guessed.discard((key, place))
-        full = largest > 0.97 * size
-        self.sizes[key][place] = int(size * 1.3) + 64 if full else max(floor, int(largest * 1.06) + 64)
+        full = largest > 0.97 * (size - slack)
+        self.sizes[key][place] = int(size * 1.3) + slack if full else max(floor, int(largest * 1.06) + slack)
 
     def state_dict(self) -> dict[str, list[int]]:
         """The sizes of the last step's buckets; those of buckets that DDP has regrouped since are out of date."""
@@ -112,11 +113,20 @@ class AgreedSizes:
         self._used = dict.fromkeys(self.sizes, 0)
 
 
-def first_size(codec: Codec, numels: list[int], step: int, share: float = 1.0) -> int:
+def first_size(codec: Codec, numels: list[int], step: int) -> int:
     """A generous guess of a frame's size: 30 % more entries than expected."""
     counts = codec.expected_counts(numels, step)
-    many = [n if n == c else min(n, int(c * 1.3 * share) + 16) for n, c in zip(numels, counts, strict=True)]
-    return codec.frame_bound(numels, many)
+    many = [n if n == c else min(n, int(c * 1.3) + 16) for n, c in zip(numels, counts, strict=True)]
+    return codec.frame_bound(numels, many) + slack(codec, numels)
+
+
+def slack(codec: Codec, numels: list[int]) -> int:
+    """Bytes that an encoder keeps free for sections to come and then does not need.
+
+    A message must have them to spare, or its first tensors would never find room.
+    """
+    blocks = sum(-(-n // BLOCK) for n in numels if n < codec.min_numel)
+    return 64 + SECTION_BYTES * len(numels) + 2 * blocks
 
 
 def padded(frame: Frame, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 Everything is uint8 of a size that all ranks know beforehand: the one thing that every backend moves.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -70,6 +71,11 @@ class Channel:
         volume = tensor.numel() * tensor.element_size()
         here = self.rank == root
         self._count(volume * (self.world - 1) if here else 0, 0 if here else volume, began)
+
+    def abort(self) -> None:
+        """Break the connections, where the backend can; the group cannot be used any more."""
+        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+            self.group.abort()
 
     def _count(self, sent: int, received: int, began: float) -> None:
         self.sent += sent

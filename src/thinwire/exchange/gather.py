@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
-from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
 from thinwire.exchange.channel import Channel
 
 
@@ -39,7 +39,8 @@ class Gather(Exchange):
         readers = [FrameReader(message, numels, trailing=True) for message in messages]
         bad = [rank for rank, reader in enumerate(readers) if reader.non_finite]
         if not bad:
-            self._sizes.learn(bucket.key, 0, max(reader.length for reader in readers))
+            largest = max(reader.length for reader in readers)
+            self._sizes.learn(bucket.key, 0, largest, slack(self._codec, numels))
             for out in bucket.outs:
                 out.zero_()
             for reader in readers:

@@ -6,7 +6,7 @@ rejects goes to the owner's own memory: there it counts for the mean as much as 
 
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from thinwire.codec.frame import Frame, FrameReader
 from thinwire.codec.memory import Drop
 from thinwire.codec.parts import Piece, encode_leftover, encode_parts
 from thinwire.codec.selection import RandomK, Threshold
-from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
 from thinwire.exchange.channel import Channel
 
 # Smaller tensors have one owner: cutting them up would cost more in headers than it balances.
@@ -27,21 +27,29 @@ _CUT_FROM = 1 << 15
 _PREFIX = struct.Struct("<QQ")
 
 
-def share_out(sizes: Mapping[str, int], world: int, smallest: int = 1) -> dict[str, list[tuple[int, int, int]]]:
+def share_out(
+    sizes: Mapping[str, int], world: int, smallest: int = 1, cost: Callable[[int], float] = float
+) -> dict[str, list[tuple[int, int, int]]]:
     """Who owns what: (owner, begin, end) ranges of every parameter, the same on every rank and for all buckets.
 
-    No share is cut below `smallest` elements: tensors that small travel whole.
+    Large tensors are cut so that every rank's shares cost the same; no share is cut below `smallest` elements on
+    average, because tensors that small travel whole.
     """
-    load = [0] * world
+    load = [0.0] * world
     owners: dict[str, list[tuple[int, int, int]]] = {}
+    cut = {name: n for name, n in sizes.items() if n >= max(_CUT_FROM, 2 * smallest * world)}
     for name, n in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        if n >= max(_CUT_FROM, smallest * world):
-            bounds = [n * r // world for r in range(world + 1)]
-            owners[name] = [(r, bounds[r], bounds[r + 1]) for r in range(world)]
-        else:
+        if name not in cut:
             lightest = load.index(min(load))
-            load[lightest] += n
+            load[lightest] += cost(n)
             owners[name] = [(lightest, 0, n)]
+    even = (sum(load) + sum(map(cost, cut.values()))) / world
+    room = [max(even - taken, 0.0) for taken in load]
+    for name, n in cut.items():
+        # At least half an even share each: what is left over is split by the room that ranks have.
+        parts = [0.5 / world + 0.5 * free / max(sum(room), 1e-9) for free in room]
+        bounds = [int(n * sum(parts[:r]) / sum(parts)) for r in range(world)] + [n]
+        owners[name] = [(r, bounds[r], bounds[r + 1]) for r in range(world)]
     return owners
 
 
@@ -55,6 +63,11 @@ class _Plan:
         return [outs[p.tensor][p.begin : p.end] for p in self.owned[owner]]
 
 
+def _cost(codec: Codec, n: int) -> float:
+    """About the bytes that a tensor of n elements takes."""
+    return float(codec.frame_bound([n], codec.expected_counts([n])))
+
+
 class ScatterReduce(Exchange):
     """All-to-all of parts, a second selection by the owners, all-gather of the results."""
 
@@ -64,7 +77,7 @@ class ScatterReduce(Exchange):
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
-        self._owners = share_out(sizes, channel.world, codec.min_numel)
+        self._owners = share_out(sizes, channel.world, codec.min_numel, lambda n: _cost(codec, n))
         # Random positions are the same on all ranks: selecting again would thin out what has no fill-in.
         selection = Threshold(0.0) if isinstance(codec.selection, RandomK) else codec.selection
         self._second = Codec(
@@ -157,10 +170,11 @@ class ScatterReduce(Exchange):
             return sorted(bad)
         readers = []
         for owner, message in enumerate(messages):
-            self._parts.learn(key, owner, prefixes[owner][0])
             sizes = [p.end - p.begin for p in plan.owned[owner]]
+            self._parts.learn(key, owner, prefixes[owner][0], slack(self._codec, sizes))
             readers.append(FrameReader(message[_PREFIX.size :], sizes, trailing=True))
-        self._results.learn(key, 0, max(reader.length for reader in readers))
+        most = max(slack(self._codec, [p.end - p.begin for p in pieces]) for pieces in plan.owned)
+        self._results.learn(key, 0, max(reader.length for reader in readers), most)
         for out in bucket.outs:
             out.zero_()
         for owner, reader in enumerate(readers):
