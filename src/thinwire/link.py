@@ -96,14 +96,16 @@ class Link:
         if self._resumed is not None and not job.last and self._failure is None:
             return
         jobs = [waiting for waiting, _ in self._waiting]
-        result: Exception | None = self._failure
-        if result is None:
+        error: Exception | None = None
+        if self._failure is None:
             try:
                 self._run(jobs)
-            except Exception as error:
-                result = self._failure = error if isinstance(error, LinkError) else self._describe(error)
+            except Exception as caught:
+                error = caught.with_traceback(None)  # its frames hold the process group, which must be let go
+        if error is not None:
+            self._failure = error if isinstance(error, LinkError) else self._describe(error)
         for waiting, answer in self._waiting:
-            answer.set_result(waiting.buffer if result is None else result)
+            answer.set_result(waiting.buffer if self._failure is None else self._failure)
         self._waiting.clear()
 
     def _describe(self, error: Exception) -> LinkError:
@@ -112,7 +114,7 @@ class Link:
         own = "" if isinstance(error, RuntimeError) else text  # collectives raise RuntimeErrors
         where = f"rank {self._channel.rank}, step {self.step}"
         for channel in {self._channel, *self.exchange.channels()}:
-            channel.abort()  # so that ranks which wait for this one hear of it at once
+            channel.abort()
         reasons = gather_reasons(self._channel, self.step, own)
         if own:
             return LinkError(f"{where}: {own}")

@@ -43,7 +43,7 @@ def gather_reasons(channel: Channel, step: int, reason: str, patience: float = 2
     """
     try:
         store = dist.distributed_c10d._get_default_store()
-        keys = [f"thinwire/failed/{channel.group.group_name}/{step}/{rank}" for rank in range(channel.world)]
+        keys = [f"thinwire/failed/{channel.name}/{step}/{rank}" for rank in range(channel.world)]
         store.set(keys[channel.rank], f"-{reason}")
         until = time.monotonic() + patience
         while not store.check(keys) and time.monotonic() < until:

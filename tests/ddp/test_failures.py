@@ -27,6 +27,7 @@ def faulty(rank: int, fault: str, exchange: str, timeout: float) -> tuple[str, s
         jobs.train(model, rank, range(7, 9), optimizer)
     except Exception as error:
         link.detach()
+        assert link.state_dict()["step"] == 7
         return type(error).__name__, str(error), time.monotonic() - began
     return None
 
@@ -100,7 +101,7 @@ def differing(rank: int, what: str) -> str:
     if rank == 1 and what == "typo":
         options["codec"] = "topkk"
     if rank == 1 and what == "name":
-        net.layers = nn.Sequential(*net.layers[:-1], nn.Sequential(net.layers[-1]))
+        net.layers = nn.Sequential(*list(net.layers)[:-1], nn.Sequential(net.layers[-1]))
     model = nn.parallel.DistributedDataParallel(net)
     try:
         tw.attach(model, options.pop("codec"), **options)

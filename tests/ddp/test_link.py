@@ -70,9 +70,10 @@ def test_what_cannot_work_raises_at_attach_with_the_reason(cluster: Cluster) -> 
 
 def momentum_warnings(rank: int) -> list[int]:
     counts = []
-    for optimizer, rate in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.SGD, {})):
+    makers: list[Any] = [lambda p: torch.optim.SGD(p, momentum=0.9), torch.optim.Adam, torch.optim.SGD]
+    for make in makers:
         model = jobs.make()
-        made = optimizer(model.parameters(), lr=0.1, **rate)
+        made = make(model.parameters())
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             tw.attach(model, "dgc", optimizer=made)

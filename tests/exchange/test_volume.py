@@ -27,7 +27,6 @@ def volume(rank: int, exchange: Exchange, steps: int) -> tuple[int, float]:
         before = channel.sent
         exchange.mean(Bucket(gradients, outs, step, frozenset()))
         total = float(torch.cat(outs).double().sum())
-    print(rank, channel.sent - before) if rank < 2 else None
     return channel.sent - before, total
 
 

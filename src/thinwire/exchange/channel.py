@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import LinkError
+
 # PyTorch is renaming it; the old name warns where the new one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -19,7 +21,8 @@ class Channel:
     """A process group of its own, so that nobody else's collectives can come between ours."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
+        self.name = group.group_name
         self.rank = group.rank()
         self.world = group.size()
         # Backends of GPUs move only GPU memory; frames themselves are made and read on the CPU.
@@ -27,6 +30,12 @@ class Channel:
         self.sent = 0
         self.received = 0
         self.seconds = 0.0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise LinkError("the link broke before, and its process group with it: attach again")
+        return self._group
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
         """Everybody's message, in rank order; all are of one size."""
@@ -73,9 +82,14 @@ class Channel:
         self._count(volume * (self.world - 1) if here else 0, 0 if here else volume, began)
 
     def abort(self) -> None:
-        """Break the connections, where the backend can; the group cannot be used any more."""
+        """Break the connections, so that ranks which wait for this one hear of it; nothing can be sent any more."""
+        group, self._group = self._group, None
+        if group is None:
+            return
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-            self.group.abort()
+            group.abort()
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(group)  # Gloo closes its sockets with the last reference, which goes here
 
     def _count(self, sent: int, received: int, began: float) -> None:
         self.sent += sent
