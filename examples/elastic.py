@@ -18,6 +18,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 
 
+def connect() -> None:
+    """A new prefix for every attempt: torchrun may keep its store, with the addresses of processes that are gone."""
+    host, port, rank, world, attempt = (
+        os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    )
+    store = dist.PrefixStore(f"attempt-{attempt}", dist.TCPStore(host, int(port), is_master=False))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world))
+
+
 def save(directory: Path, step: int, states: dict[str, object]) -> None:
     """Complete or not at all: a rank may be killed while it writes."""
     path = directory / f"step-{step}" / f"rank-{dist.get_rank()}.pt"
@@ -37,7 +46,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kill-at", type=int, help="rank 2 kills itself at this step, the first time")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo")
+    connect()
     torch.set_num_threads(1)
     rank = dist.get_rank()
     model = DDP(make_net())
