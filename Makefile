@@ -2,18 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.?pp)
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: test lint pytest fuzz setup clean
+.PHONY: race test lint pytest fuzz setup clean
 
-setup: $(VENV)/.installed
+race: $(VENV)/.installed
+	$(BIN)/thinwire race --report race.html --json race.json
 
-$(VENV)/.installed: $(SOURCES)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@touch $@
-
-test: setup lint pytest
+test: lint pytest
 
 lint: setup
 	$(BIN)/ruff check .
@@ -26,5 +23,20 @@ pytest: setup
 fuzz: setup
 	$(BIN)/python native/fuzz/run.py --seconds $(or $(SECONDS_TO_RUN),60)
 
+setup: $(VENV)/.installed-dev
+
+# What users need, and with it what developers need: a race does not wait for linters.
+$(VENV)/.installed: $(SOURCES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing thinwire into $(VENV) (about a minute)"
+	@$(INSTALL) .
+	@touch $@
+
+$(VENV)/.installed-dev: $(SOURCES)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing thinwire and its tests' tools into $(VENV)"
+	@$(INSTALL) '.[dev]'
+	@touch $(VENV)/.installed $@
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache race.html race.json

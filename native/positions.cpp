@@ -172,34 +172,49 @@ bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const ch
   return true;
 }
 
+// Gaps that one refill serves: as many as fit into 56 bits if none has more than `zeros` zeros, and more are rare.
+struct Batch {
+  unsigned gaps, zeros;
+  explicit Batch(Divisor d) : gaps(56 / (d.shift + 13)) {
+    if (gaps > 3) gaps = 3;
+    zeros = gaps ? 56 / gaps - d.shift - 4 : 0;
+  }
+};
+
 }  // namespace
 
 template <class Position>
 size_t read_positions(uint8_t parameter, const uint8_t* in, const uint8_t* end, size_t n, uint64_t previous,
                       uint64_t numel, Position* out, const char** error) {
   const Divisor d = divisor_of(parameter);
+  const Code* codes = truncated.decode[d.factor];
+  const Batch batch(d);
   const uint64_t low = (uint64_t(1) << d.shift) - 1;
   uint64_t next = previous + 1;  // the lowest place that the next entry can take
   BitReader bits(in, end);
-  for (size_t i = 0; i < n; ++i) {
-    uint64_t gap;
+  for (size_t i = 0; i < n;) {
     bits.refill();
-    const uint64_t word = bits.peek();
-    const unsigned zeros = word ? unsigned(std::countr_zero(word)) : 64;
-    if (bits.held() >= 56 && d.shift <= 20 && zeros <= 32) [[likely]] {
+    const size_t stop = bits.held() < 56 ? i : n - i < batch.gaps ? n : i + batch.gaps;
+    bool careful = stop == i;
+    while (i < stop) {
+      const uint64_t word = bits.peek();
+      const unsigned zeros = unsigned(std::countr_zero(word | uint64_t(1) << 63));
+      if ((careful = zeros > batch.zeros)) break;
       const uint64_t rest = word >> zeros >> 1;
-      const Code code = truncated.decode[d.factor][rest & 7];
-      gap = (uint64_t(zeros) * d.factor + code.bits) << d.shift | (rest >> code.length & low);
+      const Code code = codes[rest & 7];
       bits.drop(zeros + 1 + code.length + d.shift);
-    } else {
-      const uint64_t most = next < numel ? numel - next : 0;
-      if (!read_gap(bits, d, most, gap, error)) return 0;
+      // These gaps are below 2^50: the sum of a block's cannot wrap, so that one check after the last is enough.
+      next += (uint64_t(zeros) * d.factor + code.bits) << d.shift | (rest >> code.length & low);
+      out[i++] = Position(next++);
     }
+    if (!careful) continue;
+    uint64_t gap;
+    if (!read_gap(bits, d, next < numel ? numel - next : 0, gap, error)) return 0;
     if (next >= numel || gap >= numel - next) return *error = kOutside, 0;
     next += gap;
-    out[i] = Position(next);
-    ++next;
+    out[i++] = Position(next++);
   }
+  if (next > numel) return *error = kOutside, 0;
   if (!bits.padding_is_zero()) return *error = "the padding after a block's positions is not zero", 0;
   return size_t(bits.finish() - in);
 }

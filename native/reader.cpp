@@ -7,6 +7,16 @@
 #include "positions.hpp"
 
 namespace thinwire {
+namespace {
+
+// Room for all entries of a section at once, or twice what there was: sections are many, copies must be few.
+template <class P>
+void make_room(P& positions, uint64_t count) {
+  const size_t wanted = positions.size() + size_t(count);
+  if (wanted > positions.capacity()) positions.reserve(std::max(wanted, 2 * positions.capacity()));
+}
+
+}  // namespace
 
 class Reader::Cursor {
  public:
@@ -105,6 +115,10 @@ void Reader::read_section(Cursor& cursor, const std::vector<uint64_t>& numels, i
   if (s.count / 8 > cursor.left())
     throw FrameFault("section " + std::to_string(id) + " claims more entries than its bytes can hold");
   s.first_block = blocks_.size();
+  if (s.numel > ~uint32_t(0))
+    make_room(positions64_, s.count);
+  else
+    make_room(positions32_, s.count);
   s.indexing == Indexing::strata ? read_strata(cursor, s, seed) : read_gaps(cursor, s);
   s.blocks = blocks_.size() - s.first_block;
   sections_.push_back(s);
@@ -112,7 +126,7 @@ void Reader::read_section(Cursor& cursor, const std::vector<uint64_t>& numels, i
 
 template <class Position>
 void Reader::take_gaps(Cursor& cursor, const Section& s, Block& b, uint8_t coding, uint64_t& previous,
-                       std::vector<Position>& positions) {
+                       Positions<Position>& positions) {
   b.begin = positions.size();
   positions.resize(positions.size() + b.count);
   const char* error = nullptr;
@@ -189,7 +203,7 @@ void Reader::for_blocks(const Section& s, F&& visit) const {
 }
 
 void Reader::add(const Section& s, float* out, float weight) const {
-  constexpr size_t kAhead = 32;  // lines fetched ahead: the scattered additions wait for memory otherwise
+  constexpr size_t kAhead = 96;  // lines fetched ahead: the scattered additions wait for memory otherwise
   for_blocks(s, [&](auto position, const float* values, size_t n, size_t ahead) {
     for (size_t i = 0; i < n; ++i) {
       if (i + kAhead < ahead) __builtin_prefetch(out + position(i + kAhead), 1);

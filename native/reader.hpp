@@ -1,11 +1,33 @@
 // Validates a frame from first to last byte, then reads it; nothing is written before everything is known good.
 #pragma once
+#include <memory>
+#include <new>
+#include <utility>
 #include <vector>
 
 #include "frame.hpp"
 #include "values.hpp"
 
 namespace thinwire {
+
+// Leaves new elements as they are: every position is written right after its place was made.
+template <class T>
+struct Unfilled : std::allocator<T> {
+  template <class U>
+  struct rebind {
+    using other = Unfilled<U>;
+  };
+  template <class U>
+  void construct(U* place) {
+    ::new (static_cast<void*>(place)) U;
+  }
+  template <class U, class... Args>
+  void construct(U* place, Args&&... args) {
+    ::new (static_cast<void*>(place)) U(std::forward<Args>(args)...);
+  }
+};
+template <class T>
+using Positions = std::vector<T, Unfilled<T>>;
 
 struct Section {
   uint32_t id;
@@ -44,15 +66,15 @@ class Reader {
   void read_gaps(Cursor&, const Section&);
   void read_strata(Cursor&, const Section&, uint64_t seed);
   template <class Position>
-  void take_gaps(Cursor&, const Section&, Block&, uint8_t coding, uint64_t& previous, std::vector<Position>&);
+  void take_gaps(Cursor&, const Section&, Block&, uint8_t coding, uint64_t& previous, Positions<Position>&);
   template <class F>
   void for_blocks(const Section&, F&&) const;
 
   std::vector<Section> sections_;
   std::vector<Block> blocks_;
   // Positions take four bytes while they can: half the memory and half the traffic.
-  std::vector<uint32_t> positions32_;
-  std::vector<uint64_t> positions64_;
+  Positions<uint32_t> positions32_;
+  Positions<uint64_t> positions64_;
   uint32_t section_count_ = 0;
   uint8_t flags_ = 0;
   size_t length_ = 0;

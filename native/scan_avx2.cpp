@@ -53,6 +53,7 @@ inline uint32_t above(__m256 x, __m256 absolute, __m256 threshold) {
 
 template <Dtype D, bool Memory, bool Decay, bool Ties>
 size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, uint32_t* offsets, float* values) {
+  const auto* gradient = static_cast<const typename Load<D>::type*>(s.gradient);
   const __m256 decay = _mm256_set1_ps(s.decay);
   const __m256 limit = _mm256_set1_ps(threshold);
   const __m256 absolute = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
@@ -72,7 +73,14 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
     const __m256 d = accumulate8<D, Memory, Decay>(s, begin + i + 24, decay);
     const uint32_t ma = above<Ties>(a, absolute, limit), mb = above<Ties>(b, absolute, limit);
     const uint32_t mc = above<Ties>(c, absolute, limit), md = above<Ties>(d, absolute, limit);
-    if ((ma | mb | mc | md) == 0) continue;  // at low densities most turns end here
+    const uint32_t mask = ma | mb << 8 | mc << 16 | md << 24;
+    if (mask == 0) continue;  // at low densities most turns end here
+    if ((mask & (mask - 1)) == 0) {  // and most others have one survivor
+      const size_t j = i + size_t(_tzcnt_u32(mask));
+      offsets[kept] = uint32_t(j);
+      values[kept++] = Memory ? s.memory[begin + j] : Load<D>::at(gradient, begin + j);
+      continue;
+    }
     emit(ma, a, i);
     emit(mb, b, i + 8);
     emit(mc, c, i + 16);

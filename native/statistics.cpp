@@ -55,25 +55,45 @@ auto with_source(const Source& s, F&& f) {
   });
 }
 
-}  // namespace
-
-namespace {
-
-// Calls visit(bits of the magnitude) for each sampled element; the same seed gives the same sample.
-template <class Visit>
-void for_magnitudes(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, Visit&& visit) {
+// The bits of the magnitudes of about `wanted` elements, an even share of each vector.
+std::vector<uint32_t> sample_of(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed) {
   uint64_t all = 0;
   for (const Vector& v : vectors) all += v.n;
+  std::vector<uint32_t> sample(std::min<uint64_t>(all, wanted + vectors.size() * 2 * kLine) + kLine);
+  uint32_t* out = sample.data();
   for (size_t j = 0; j < vectors.size(); ++j) {
     const Vector& v = vectors[j];
-    const uint64_t share = all ? uint64_t(std::ceil(double(wanted) * double(v.n) / double(all))) : 0;
+    const auto share = uint64_t(double(wanted) * double(v.n) / double(all) + 1.0);
     with_source(v.source, [&]<Dtype D, bool Memory>() {
       const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
       for_sample(v.n, share, mix(seed + j), prefetch, [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; ++i) visit(magnitude_bits(element<D, Memory>(v.source, i)));
+        for (size_t i = begin; i < end; ++i) *out++ = magnitude_bits(element<D, Memory>(v.source, i));
       });
     });
   }
+  sample.resize(size_t(out - sample.data()));
+  return sample;
+}
+
+// The largest elements of a sample, more than `rank` of them: those above a guess from a few, or all if that fails.
+std::vector<uint32_t> largest_of(const std::vector<uint32_t>& sample, uint64_t rank) {
+  constexpr size_t kFew = 2048;
+  const size_t stride = sample.size() / kFew;
+  const double share = 1.5 * double(rank + 1) / double(sample.size()) + 20.0 / kFew;
+  if (stride < 4 || share > 0.5) return sample;
+  std::vector<uint32_t> few(kFew);
+  for (size_t i = 0; i < kFew; ++i) few[i] = sample[i * stride];
+  const auto place = few.begin() + std::ptrdiff_t(share * kFew);
+  std::nth_element(few.begin(), place, few.end(), std::greater<>());
+  const uint32_t guess = *place;
+  std::vector<uint32_t> above(sample.size() + 1);
+  size_t kept = 0;
+  for (const uint32_t bits : sample) {  // without a branch: one place more is always there to write to
+    above[kept] = bits;
+    kept += bits > guess;
+  }
+  above.resize(kept);
+  return kept > rank ? above : sample;
 }
 
 }  // namespace
@@ -81,10 +101,8 @@ void for_magnitudes(const std::vector<Vector>& vectors, uint64_t wanted, uint64_
 std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vectors,
                                                  const std::vector<double>& densities, uint64_t wanted,
                                                  uint64_t seed) {
-  std::vector<uint32_t> counts(kBins);
-  for_magnitudes(vectors, wanted, seed, [&](uint32_t bits) { ++counts[bits >> kBinShift]; });
-  uint64_t taken = 0;
-  for (const uint32_t count : counts) taken += count;
+  const std::vector<uint32_t> sample = sample_of(vectors, wanted, seed);
+  const uint64_t taken = sample.size();
   std::vector<SampledThreshold> found;
   for (const double density : densities) {
     const auto rank = uint64_t(density * double(taken));
@@ -92,19 +110,11 @@ std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vect
       found.push_back({0.0f, 1.0});
       continue;
     }
-    size_t bin = kBins - 1;
-    uint64_t greater = 0;
-    while (greater + counts[bin] <= rank) greater += counts[bin--];
-    // The sample's lines are still in the cache: a second look at the one bin that matters costs little.
-    std::vector<uint32_t> inside;
-    inside.reserve(counts[bin]);
-    for_magnitudes(vectors, wanted, seed, [&](uint32_t bits) {
-      if (bits >> kBinShift == bin) inside.push_back(bits);
-    });
-    const auto place = inside.begin() + std::ptrdiff_t(rank - greater);
-    std::nth_element(inside.begin(), place, inside.end(), std::greater<>());
+    std::vector<uint32_t> largest = largest_of(sample, rank);
+    const auto place = largest.begin() + std::ptrdiff_t(rank);
+    std::nth_element(largest.begin(), place, largest.end(), std::greater<>());
     const uint32_t value = *place;
-    greater += uint64_t(std::count_if(inside.begin(), place, [&](uint32_t bits) { return bits > value; }));
+    const auto greater = std::count_if(largest.begin(), place, [&](uint32_t bits) { return bits > value; });
     found.push_back({std::bit_cast<float>(value), double(greater) / double(taken)});
   }
   return found;
@@ -138,7 +148,29 @@ Moments moments(const Vector& v, uint64_t wanted, uint64_t seed) {
   return m;
 }
 
+namespace {
+
+// Few elements are copied and partially sorted: cheaper than clearing the histograms.
+OrderStatistic select_few(const Vector& v, uint64_t rank) {
+  std::vector<uint32_t> bits(v.n);
+  with_source(v.source, [&]<Dtype D, bool Memory>() {
+    for (size_t i = 0; i < v.n; ++i) bits[i] = magnitude_bits(element<D, Memory>(v.source, i));
+  });
+  const auto place = bits.begin() + std::ptrdiff_t(rank);
+  std::nth_element(bits.begin(), place, bits.end(), std::greater<>());
+  const uint32_t value = *place;
+  uint64_t greater = 0, equal = 0;
+  for (const uint32_t b : bits) {
+    greater += b > value;
+    equal += b == value;
+  }
+  return {std::bit_cast<float>(value), greater, equal};
+}
+
+}  // namespace
+
 OrderStatistic select(const std::vector<Vector>& vectors, uint64_t rank) {
+  if (vectors.size() == 1 && vectors[0].n <= (size_t(1) << 14)) return select_few(vectors[0], rank);
   // Three digits of 14, 9 and 8 bits, from the top: each pass narrows the prefix that the answer has.
   constexpr unsigned shifts[] = {17, 8, 0}, widths[] = {14, 9, 8};
   uint32_t prefix = 0;

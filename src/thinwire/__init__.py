@@ -4,7 +4,38 @@ Public names load on first use, so that commands that need no torch start at onc
 """
 
 from importlib import import_module, metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see of the names that load on first use
+    from thinwire.codec.codec import Codec as Codec
+    from thinwire.codec.density import AccuracyCutoff as AccuracyCutoff
+    from thinwire.codec.density import Warmup as Warmup
+    from thinwire.codec.frame import Frame as Frame
+    from thinwire.codec.frame import FrameReader as FrameReader
+    from thinwire.codec.memory import Drop as Drop
+    from thinwire.codec.memory import MomentumResidual as MomentumResidual
+    from thinwire.codec.memory import Residual as Residual
+    from thinwire.codec.selection import Dynamic as Dynamic
+    from thinwire.codec.selection import Percentile as Percentile
+    from thinwire.codec.selection import RandomK as RandomK
+    from thinwire.codec.selection import StdDev as StdDev
+    from thinwire.codec.selection import Threshold as Threshold
+    from thinwire.codec.selection import TopK as TopK
+    from thinwire.codec.values import BFloat16 as BFloat16
+    from thinwire.codec.values import Bits as Bits
+    from thinwire.codec.values import Float16 as Float16
+    from thinwire.codec.values import Float32 as Float32
+    from thinwire.codec.values import Sign as Sign
+    from thinwire.ddp import attach as attach
+    from thinwire.errors import FrameError as FrameError
+    from thinwire.errors import LinkError as LinkError
+    from thinwire.errors import ThinwireError as ThinwireError
+    from thinwire.exchange.dense import Dense as Dense
+    from thinwire.exchange.gather import Gather as Gather
+    from thinwire.exchange.hierarchical import Hierarchical as Hierarchical
+    from thinwire.exchange.scatter_reduce import ScatterReduce as ScatterReduce
+    from thinwire.link import Link as Link
+    from thinwire.states import merge_states as merge_states
 
 try:
     __version__ = metadata.version("thinwire")

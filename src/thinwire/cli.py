@@ -9,8 +9,13 @@ from typing import Annotated
 import typer
 
 import thinwire
+from thinwire.bench.commands import app as bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
+from thinwire.race.race_command import race_command
+from thinwire.race.train_command import train_command
+from thinwire.recipes.command import recipes
+from thinwire.report.command import report
 
 app = typer.Typer(
     name="thinwire",
@@ -21,6 +26,8 @@ app = typer.Typer(
 )
 # What follows the command's first word is the command's own, options too.
 app.command("lab", context_settings={"allow_interspersed_args": False})(lab_command)
+
+app.add_typer(bench, name="bench")
 
 # Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -40,6 +47,12 @@ def _root(
     ] = False,
 ) -> None:
     """Data-parallel PyTorch training over thin wires."""
+
+
+app.command("race")(race_command)
+app.command("train")(train_command)
+app.command()(recipes)
+app.command()(report)
 
 
 def _sentence(error: Exception) -> str:

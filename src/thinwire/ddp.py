@@ -10,6 +10,7 @@ import datetime
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ import thinwire
 from thinwire.buckets import Job
 from thinwire.codec.codec import Codec
 from thinwire.codec.memory import MomentumResidual
+from thinwire.codec.presets import codec_for
 from thinwire.codec.vectors import DTYPES
 from thinwire.errors import LinkError
 from thinwire.exchange.agree import agreed
@@ -29,7 +31,6 @@ from thinwire.exchange.base import Exchange
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import NAMES, choose_exchange
 from thinwire.link import Link
-from thinwire.presets import codec_for
 from thinwire.units import UnitWatch
 
 _log = logging.getLogger("thinwire")
@@ -40,6 +41,7 @@ class _Dispatcher:
 
     def __init__(self, model: DistributedDataParallel, names: dict[int, str]) -> None:
         self.link: Link | None = None
+        self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
 
@@ -47,6 +49,8 @@ class _Dispatcher:
         link, buffer, begins = self.link, bucket.buffer(), bucket.index() == 0
         if link is None:
             return self._all_reduce(buffer)
+        if self.on_last_bucket is not None and bucket.is_last():
+            self.on_last_bucket()
         gradients = {
             self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }
@@ -95,6 +99,7 @@ def attach(
     scaler: Any = None,
     check_every: int = 0,
     timeout: float | None = None,
+    on_last_bucket: Callable[[], None] | None = None,
 ) -> Link:
     """Compress a DDP model's gradients from the next backward pass on. Call it on all ranks.
 
@@ -104,6 +109,7 @@ def attach(
     scaler: a GradScaler; keeps the memory consistent when the loss scale changes.
     check_every: compare the replicas' parameters every so many steps.
     timeout: seconds after which a silent peer is an error; default is the process group's.
+    on_last_bucket: called when a backward pass has filled its last bucket, to tell computing from waiting.
     """
     ddp = _checked(model)
     if check_every < 0 or (timeout is not None and timeout <= 0):
@@ -144,6 +150,7 @@ def attach(
         on_detach=plan.dispatcher.release,
     )
     plan.dispatcher.link = link
+    plan.dispatcher.on_last_bucket = on_last_bucket
     if channel.rank == 0:
         _log.info("%r attached; %s", link, plan.why)
     return link

@@ -18,3 +18,11 @@ class LabError(ThinwireError):
 
 class LinkError(ThinwireError, RuntimeError):
     """A link cannot be made, or broke: ranks disagree, a peer is gone, replicas differ."""
+
+
+class RecipeError(ThinwireError):
+    """A recipe is unknown, or its data is missing, truncated or corrupt."""
+
+
+class LogError(ThinwireError):
+    """An event log cannot be read or written."""

@@ -7,6 +7,7 @@ collectives can never cross; the backward pass goes on meanwhile.
 import queue
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class Link:
         """One bucket; in the first step after a resumption all of them, regrouped as they were when saved."""
         for job in jobs:
             job.ready()
+        began = time.thread_time()
         if jobs[0].begins_step:
             self._begin_step(jobs[0])
         opened = [Opened(job) for job in jobs]
@@ -138,6 +140,7 @@ class Link:
             self._mean({name: gradients[name] for name in names}, [outs[name] for name in names])
         for one in opened:
             self._spoiled |= one.close()
+        self._stats.spent(time.thread_time() - began)
         if jobs[-1].last:
             self._end_step()
 

@@ -24,6 +24,7 @@ class Counters:
     compress: float = 0.0
     exchange: float = 0.0
     decode: float = 0.0
+    cpu: float = 0.0  # seconds that the link's thread computed, collectives not counted
 
     def report(self) -> dict[str, Any]:
         return {**vars(self), "density": self.entries / self.elements if self.elements else 0.0}
@@ -39,7 +40,7 @@ class Stats:
     last: Counters = field(default_factory=Counters)
     per_parameter: dict[str, int] = field(default_factory=dict)
     _now: Counters = field(default_factory=Counters)
-    _seen: tuple[int, int, float] = (0, 0, 0.0)
+    _seen: tuple[int, int, float, float] = (0, 0, 0.0, 0.0)
 
     def note(self, outcome: Outcome, gradients: Mapping[str, Tensor], hold: frozenset[str]) -> None:
         """One bucket."""
@@ -50,16 +51,22 @@ class Stats:
         now.decode += outcome.decode
         self.per_parameter.update(outcome.counts)
 
+    def spent(self, cpu: float) -> None:
+        """Seconds that the link's thread computed, collectives included; they are taken off in the end."""
+        self._now.cpu += cpu
+
     def end_step(self, channels: Sequence[Channel]) -> None:
         """The step's buckets are all counted."""
         seen = (
             sum(c.sent for c in channels),
             sum(c.received for c in channels),
             sum(c.seconds for c in channels),
+            sum(c.cpu for c in channels),
         )
         now = self._now
         now.bytes_sent, now.bytes_received = seen[0] - self._seen[0], seen[1] - self._seen[1]
         now.exchange = seen[2] - self._seen[2]
+        now.cpu -= seen[3] - self._seen[3]
         self._seen = seen
         for name, value in vars(now).items():
             setattr(self.total, name, getattr(self.total, name) + value)

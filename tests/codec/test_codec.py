@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.codec.codec import Kernels, Scope
 from thinwire.codec.memory import Memory
 from thinwire.codec.selection import Selection
 
@@ -22,7 +23,7 @@ SELECTIONS: list[Selection] = [
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("scope", ["tensor", "global"])
-def test_nothing_is_lost(selection: Selection, kernels: str, scope: str) -> None:
+def test_nothing_is_lost(selection: Selection, kernels: Kernels, scope: Scope) -> None:
     torch.manual_seed(0)
     codec = tw.Codec(selection, tw.Float32(), kernels=kernels, scope=scope)
     shapes = {"w": (300, 40), "b": (40,), "v": (5000,), "none": (0,)}

@@ -7,7 +7,7 @@ import pytest
 import thinwire as tw
 from tests.cluster import Cluster
 from tests.ddp import jobs
-from thinwire.presets import PRESETS
+from thinwire.codec.presets import PRESETS
 
 EXCHANGES = ["dense", "gather", "scatter-reduce", tw.Hierarchical(tw.ScatterReduce(), per_machine=2)]
 
@@ -61,7 +61,7 @@ def test_every_preset_converges_to_the_dense_accuracy(cluster: Cluster) -> None:
     quick: list[str | None] = [None, *(name for name in PRESETS if name not in ("dgc", "random1"))]
     reached = cluster.run(jobs.converge, 2, quick, 300)[0]
     # Momentum 0.9 multiplies the rate by ten; a random 1 % needs 100 steps to touch every weight once.
-    reached |= cluster.run(jobs.converge, 2, ["dgc"], 300, 0.03)[0]
+    reached |= cluster.run(jobs.converge, 2, ["dgc"], 300, 0.1)[0]
     reached |= cluster.run(jobs.converge, 2, ["random1"], 1000)[0]
     assert reached[None] > 0.93
     assert {name: round(a, 3) for name, a in reached.items() if a < reached[None] - 0.03} == {}

@@ -20,6 +20,8 @@ from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vecto
 from thinwire.codec.writing import EVERYTHING, Chosen, Place, put_native, put_torch
 
 State = dict[str, Any]
+Scope = Literal["tensor", "global"]
+Kernels = Literal["auto", "native", "torch"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ class Codec:
         values: Values | None = None,
         memory: Memory | None = None,
         *,
-        scope: Literal["tensor", "global"] = "tensor",
+        scope: Scope = "tensor",
         min_numel: int = 1024,
-        kernels: Literal["auto", "native", "torch"] = "auto",
+        kernels: Kernels = "auto",
     ) -> None:
         if scope not in ("tensor", "global"):
             raise ValueError(f'scope is "tensor" or "global", not {scope!r}')

@@ -19,8 +19,8 @@ from thinwire.codec.vectors import Group
 # Entries above the threshold that a sample should hold: the kept count is then off by about 1/sqrt of this.
 _EXCEED = 1500
 _SAMPLE = 1 << 18
-# Below this size a threshold is found exactly; above it the bins of a histogram are fine enough.
-_SMALL = 1 << 14
+# A sample is copied: more elements would take more memory than a very low density is worth.
+_MOST = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ def count_of(density: float, n: int) -> int:
 
 
 def _sampled(group: Group, density: float, step: int) -> Cut | None:
-    """A sampled cut, or None where the group is so small that exact costs nothing."""
-    if group.n < _SMALL:
+    """A sampled cut, or None where so much of the group would be sampled that exact is as cheap."""
+    wanted = min(int(_EXCEED / density), _MOST)
+    if 2 * wanted >= group.n:
         return None
-    wanted = int(_EXCEED / density)
-    ((threshold, above),) = group.sampled([density], group.n if 2 * wanted >= group.n else wanted, step)
+    ((threshold, above),) = group.sampled([density], wanted, step)
     return Cut(threshold, _ties(threshold, density - above, group.n))
 
 

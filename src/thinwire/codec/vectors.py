@@ -22,7 +22,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MOST = torch.finfo(torch.float32).max
 
 # Above this many elements an exact order statistic narrows the search with a sample first.
-_LARGE = 1 << 19
+_LARGE = 1 << 14
 # Candidates above a sampled threshold are copied only while they are few.
 _FEW = 0.2
 
@@ -142,7 +142,7 @@ class NativeGroup(Group):
 
     def _among_candidates(self, rank: int, density: float) -> tuple[float, int, int] | None:
         """Answer from the few magnitudes above a low sampled guess; None if the guess was bad."""
-        wanted = int(min(self.n, 1500 / density))
+        wanted = int(min(self.n / 8, 1500 / density))
         margin = 1.0 + 4.0 / (wanted * density) ** 0.5
         (guess,) = self.sampled_thresholds([min(1.0, density * margin)], wanted, 0)
         capacity = int((rank + 1) * (2 * margin - 1.0)) + 4096

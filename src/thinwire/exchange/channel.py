@@ -30,6 +30,7 @@ class Channel:
         self.sent = 0
         self.received = 0
         self.seconds = 0.0
+        self.cpu = 0.0  # seconds that this thread computed inside collectives
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -39,7 +40,7 @@ class Channel:
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
         """Everybody's message, in rank order; all are of one size."""
-        size, began = message.numel(), time.perf_counter()
+        size, began = message.numel(), _now()
         out = torch.empty(size * self.world, dtype=torch.uint8, device=self.device)
         _all_gather(out, message.to(self.device), group=self.group)
         self._count(size * (self.world - 1), size * (self.world - 1), began)
@@ -47,7 +48,7 @@ class Channel:
 
     def all_to_all(self, messages: Sequence[Tensor], size: int) -> list[Tensor]:
         """messages[r] goes to rank r; rank r's comes back in place r, `size` bytes long; the own stays as it is."""
-        began = time.perf_counter()
+        began = _now()
         sent = [0 if r == self.rank else m.numel() for r, m in enumerate(messages)]
         expected = [0 if r == self.rank else size for r in range(self.world)]
         out = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
@@ -60,14 +61,14 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum in place."""
-        began = time.perf_counter()
+        began = _now()
         dist.all_reduce(tensor, group=self.group)
         volume = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
         self._count(volume, volume, began)
 
     def reduce(self, tensor: Tensor, root: int) -> None:
         """Sum in place on one rank of this group."""
-        began = time.perf_counter()
+        began = _now()
         dist.reduce(tensor, dist.get_global_rank(self.group, root), group=self.group)
         volume = tensor.numel() * tensor.element_size()
         here = self.rank == root
@@ -75,7 +76,7 @@ class Channel:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Everybody gets one rank's tensor."""
-        began = time.perf_counter()
+        began = _now()
         dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group)
         volume = tensor.numel() * tensor.element_size()
         here = self.rank == root
@@ -91,7 +92,13 @@ class Channel:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group(group)  # Gloo closes its sockets with the last reference, which goes here
 
-    def _count(self, sent: int, received: int, began: float) -> None:
+    def _count(self, sent: int, received: int, began: tuple[float, float]) -> None:
         self.sent += sent
         self.received += received
-        self.seconds += time.perf_counter() - began
+        now = _now()
+        self.seconds += now[0] - began[0]
+        self.cpu += now[1] - began[1]
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()

@@ -141,11 +141,11 @@ class ScatterReduce(Exchange):
         """The own share's result, and what its prefix says."""
         names, rank = list(bucket.gradients), self._channel.rank
         readers = [FrameReader(message, bucket.numels, trailing=True) for message in received]
-        for out in bucket.outs:
-            out.zero_()
+        pieces, views = plan.owned[rank], plan.views(bucket.outs, rank)
+        for view in views:  # parts hold nothing outside of the own share
+            view.zero_()
         for reader in readers:
             reader.add_to(bucket.outs)
-        pieces, views = plan.owned[rank], plan.views(bucket.outs, rank)
         bad = next((r for r, reader in enumerate(readers) if reader.non_finite), -1)
         if bad >= 0:
             result = empty_frame(str(bad))

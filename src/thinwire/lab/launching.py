@@ -132,6 +132,10 @@ class Launch:
         wall = max(job.ended for job in self._jobs) - self._began
         return RunResult(*self._verdict(), wall, tuple(hosts))
 
+    def failure(self) -> str | None:
+        """One sentence about the first failure, once all have ended, or None."""
+        return self._verdict()[1]
+
     def _verdict(self) -> tuple[int, str | None]:
         if self._late:
             names = ", ".join(f"h{host}" for host in self._late)

@@ -1,0 +1,187 @@
+"""The codec's rows: each way of compressing, timed against a copy of the same tensor in the same moments.
+
+Residuals are in a steady state: every repetition starts from the residual that some steps at this density left.
+Everything that is timed takes turns with a copy, and the ratio is of the bests of both: they share the machine's moods.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire import _native
+from thinwire.bench.rivals import Way, sparsify_gradients, torch_sampled, torch_topk
+from thinwire.codec.codec import Codec
+from thinwire.codec.frame import Frame, FrameReader
+from thinwire.codec.selection import Dynamic, Percentile, RandomK, Selection, StdDev, Threshold, TopK
+from thinwire.codec.values import Bits, Values
+
+DENSITIES = (0.1, 0.01, 0.001)
+
+
+class Time(NamedTuple):
+    """Milliseconds, and their ratio to copying the tensor."""
+
+    milliseconds: float | None
+    ratio_to_copy: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; times are None where only the size is of interest."""
+
+    name: str
+    n: int
+    density: float
+    ratio_to_copy: float | None
+    bits_per_element: float
+    bits_per_index: float
+    entropy_bits: float
+    milliseconds: float | None
+    kept: float  # the density that came out
+
+
+def entropy_bits(density: float) -> float:
+    """Bits that the position of one kept entry costs at least, at uniformly random positions."""
+    if not 0.0 < density < 1.0:
+        return 0.0
+    rest = 1.0 - density
+    return -(density * math.log2(density) + rest * math.log2(rest)) / density
+
+
+class Stage:
+    """A gradient in rotation, a steady residual, and a clock that runs next to a copy."""
+
+    def __init__(self, n: int, seconds: float) -> None:
+        generator = torch.Generator().manual_seed(n)
+        self.n, self.seconds = n, seconds
+        self.gradients = [torch.randn(n, generator=generator) for _ in range(2)]
+        self.residual = torch.zeros(n)
+        self.saved = torch.zeros(n)
+        self.copied = torch.empty(n)
+
+    def settle(self, density: float) -> None:
+        """The residual that a few steps leave."""
+        codec = Codec(TopK(density), Bits(8))
+        for step in range(4):
+            codec.encode({"w": self.gradients[step % 2]})
+        self.saved.copy_(codec.held("w")["residual"])
+
+    def time(self, run: Callable[[], object], reset: Callable[[], object]) -> Time:
+        """Best of several runs, and of as many copies of the gradient, in turns."""
+        best, copy, spent, turns = math.inf, math.inf, 0.0, 0
+        while turns < 5 or (spent < self.seconds and turns < 40):
+            reset()
+            copy = min(copy, _timed(lambda: self.copied.copy_(self.gradients[0])))
+            took = _timed(run)
+            best, spent, turns = min(best, took), spent + took + copy, turns + 1
+        return Time(1e3 * best, best / copy)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    """Seconds of this thread on a processor: while other programs have their turn, the clock stands still."""
+    begin = time.thread_time()
+    run()
+    return time.thread_time() - begin
+
+
+def selections(stage: Stage, density: float) -> dict[str, Selection]:
+    """Every selection with the parameters that give this density on the stage's accumulated gradient."""
+    x = stage.saved + stage.gradients[0]
+    value = _native.select([(x.data_ptr(), 0, 0, 1.0, stage.n)], int(density * stage.n))[0]
+    return {
+        "TopK": TopK(density),
+        "TopK exact": TopK(density, exact=True),
+        "Percentile": Percentile(100.0 * (1.0 - density)),
+        "Threshold": Threshold(value),
+        "StdDev": StdDev(value / float(x.double().std(correction=0))),
+        "Dynamic": Dynamic(density, density),
+        "RandomK": RandomK(density),
+    }
+
+
+def rivals(stage: Stage, density: float) -> dict[str, Way]:
+    gradient, residual = stage.gradients[0], stage.residual
+    return {
+        "SparsifyGradients' way": sparsify_gradients(gradient, density),
+        "torch.topk": torch_topk(gradient, residual, density),
+        "torch sampled threshold": torch_sampled(gradient, residual, density),
+    }
+
+
+def rival_row(stage: Stage, density: float, name: str, way: Way) -> Row:
+    """Time one of the other ways; positions take what their integers take."""
+    size, kept = way()
+    took = stage.time(way, lambda: stage.residual.copy_(stage.saved))
+    return _row(name, stage.n, density, took, 8.0 * size, 8.0 * size - 32.0 * kept, kept)
+
+
+def encode_row(stage: Stage, density: float, name: str, selection: Selection) -> tuple[Row, Frame]:
+    """Time thinwire's encode with `Residual` and `Bits(8)`, check and residual included."""
+    codec = Codec(selection, Bits(8))
+    codec.encode({"w": stage.gradients[1]})
+    residual = codec.held("w")["residual"]
+    frames: list[Frame] = []
+
+    def run() -> None:
+        frames[:] = [codec.encode({"w": stage.gradients[0]})]
+
+    took = stage.time(run, lambda: residual.copy_(stage.saved))
+    return frame_row(f"encode {name}", stage.n, density, frames[0], Bits(8), took), frames[0]
+
+
+def decode_row(stage: Stage, density: float, frame: Frame) -> Row:
+    """Time validating a frame and adding it to a gradient."""
+    out = torch.zeros(stage.n)
+
+    def run() -> None:
+        FrameReader(frame, [stage.n]).add_to([out], 0.5)
+
+    return frame_row("decode and add", stage.n, density, frame, Bits(8), stage.time(run, lambda: None))
+
+
+def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: Time) -> Row:
+    """The bits of a frame of one tensor: what is neither value nor scale counts as index."""
+    (count,) = frame.counts
+    full, rest = divmod(count, _native.BLOCK)
+    stored = full * _native.block_bytes(values.code, _native.BLOCK)
+    stored += _native.block_bytes(values.code, rest) if rest else 0
+    return _row(name, n, density, took, 8.0 * len(frame), 8.0 * (len(frame) - stored), count)
+
+
+def _row(name: str, n: int, density: float, took: Time, bits: float, index: float, kept: int) -> Row:
+    each, share = index / max(kept, 1), kept / n
+    return Row(name, n, density, took.ratio_to_copy, bits / n, each, entropy_bits(share), took.milliseconds, share)
+
+
+def two_bit_row(gradient: Tensor, density: float) -> Row:
+    """The size of a frame with two bits a value."""
+    frame = Codec(TopK(density, exact=True), Bits(2)).encode({"w": gradient})
+    return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), Time(None, None))
+
+
+def steps_of(n: int) -> int:
+    """How many rows a size has, for the progress bar."""
+    return len(DENSITIES) * 11 + 1
+
+
+def rows_of(n: int, seconds: float) -> Iterator[Row]:
+    """All rows of one size, as they are measured."""
+    stage = Stage(n, seconds)
+    for density in DENSITIES:
+        stage.settle(density)
+        for name, way in rivals(stage, density).items():
+            stage.residual.copy_(stage.saved)
+            yield rival_row(stage, density, name, way)
+        sent = None
+        for name, selection in selections(stage, density).items():
+            row, frame = encode_row(stage, density, name, selection)
+            sent = frame if name == "TopK exact" else sent
+            yield row
+        assert sent is not None
+        yield decode_row(stage, density, sent)
+    yield two_bit_row(stage.gradients[0], 0.01)

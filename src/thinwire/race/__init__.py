@@ -1,0 +1,1 @@
+"""Training and racing: a recipe with a method on workers, and methods against each other."""

@@ -1,0 +1,107 @@
+"""The command `thinwire race`: dense against sparse on an emulated cluster, live, with a table and a verdict."""
+
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from thinwire.race.race import Result
+
+METHODS = "dense,fp16,percentile90,topk1"
+
+
+def race_command(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or module:function.")] = "digits",
+    hosts: Annotated[int, typer.Option(min=2, help="Emulated hosts.")] = 4,
+    rate: Annotated[str, typer.Option(help="Rate of every link: 100mbit; none runs on plain loopback.")] = "100mbit",
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = METHODS,
+    target: Annotated[float | None, typer.Option(help="Metric on the test split that ends a run.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Steps after which a run ends anyway.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per method, with seeds 0, 1, ...")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per worker and step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder for the event logs; default: temporary.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
+) -> None:
+    """Train the same recipe with each method over the same thin network and compare."""
+    from thinwire.race.live import LiveRuns
+    from thinwire.race.methods import check_method
+    from thinwire.race.plans import make_plan, rate_or_none
+    from thinwire.race.race import Field, run_race
+    from thinwire.race.worker import Work, with_infinite
+    from thinwire.recipes import get_recipe
+
+    names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip() != "infinite"))
+    for name in names:
+        check_method(name)
+    made = get_recipe(recipe)
+    made.load(data)  # a missing file is better told here than by every worker
+    plan = make_plan(
+        made,
+        workers=hosts,
+        data=data,
+        batch=batch,
+        lr=lr,
+        target=target,
+        max_steps=max_steps,
+        evaluate_every=evaluate_every,
+    )
+    runs = with_infinite([(name, seed) for seed in range(seeds) for name in names])
+    work = Work(recipe, data, tuple(runs), plan)
+    command = shlex.join(["thinwire", *sys.argv[1:]])
+    place = Field(hosts, rate_or_none(rate), command)
+    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="thinwire-race-"))
+    labels = [f"{name} #{seed}" if seeds > 1 and name != "infinite" else name for name, seed in runs]
+    totals = [min(work.infinite_steps, plan.max_steps) if name == "infinite" else plan.max_steps for name, _ in runs]
+    try:
+        with LiveRuns(labels, totals, made.metric) as live:
+            result = run_race(made, work, place, folder, live.watch)
+        if report is not None:
+            from thinwire.report.page import write_report
+
+            write_report(result.logs, report, verdict=result.verdict())
+    finally:
+        if logs is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    console = Console()
+    console.print(_table(result))
+    console.print(result.verdict(), highlight=False)
+    if report is not None:
+        console.print(f"The page is {report}.", highlight=False)
+
+
+def _table(result: "Result") -> Table:
+    title = f"{result.recipe}: {result.field.hosts} hosts at {result.field.rate or 'no limit'}"
+    table = Table(title=title, caption=f"a step on an infinite network: {result.infinite_ms:.0f} ms")
+    for column in ("method", "step ms", "tax", "MB/host/step", "steps", "seconds", "speed-up", "train", "test"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    for s in result.standings:
+        table.add_row(
+            s.name,
+            f"{s.step_ms:,.0f}",
+            f"{s.tax:+.0%}",
+            f"{s.bytes_per_host_step / 1e6:.3f}",
+            number(s.steps_to_target, ",.0f"),
+            number(s.seconds_to_target, ",.1f"),
+            "-" if s.speedup is None else f"{s.speedup:.1f}x",
+            number(s.train_accuracy, ".4f"),
+            number(s.test_accuracy, ".4f"),
+        )
+    return table

@@ -1,0 +1,76 @@
+"""The command `thinwire train`: one recipe, one method; local processes, emulated hosts, or real machines.
+
+Under torchrun (RANK is set) the command is one worker; otherwise it starts the workers and writes their log.
+"""
+
+import os
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def train_command(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or module:function.")],
+    workers: Annotated[int, typer.Option(min=1, help="Processes, or emulated hosts with --rate.")] = 4,
+    compress: Annotated[str, typer.Option(help="A density, a preset, dense or fp16.")] = "topk1",
+    rate: Annotated[str | None, typer.Option(help="Rate of every link, in the lab: 100mbit.")] = None,
+    target: Annotated[float | None, typer.Option(help="Metric on the test split that ends the run.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes of the data at the most.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Steps at the most.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per worker and step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
+    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
+    events: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-METHOD-DATE.jsonl.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints, at every evaluation.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard, too.")] = None,
+) -> None:
+    """Train a recipe with compressed gradients."""
+    from thinwire.race.checkpoints import open_folder
+    from thinwire.race.methods import check_method
+    from thinwire.race.plans import make_plan, rate_or_none
+    from thinwire.race.race import Field
+    from thinwire.race.train import Training, run_as_worker, run_training
+    from thinwire.race.worker import Work
+    from thinwire.recipes import get_recipe
+
+    check_method(compress)
+    if resume and checkpoint is None:
+        raise ValueError("--resume needs --checkpoint, the folder to go on from")
+    if checkpoint is not None:
+        open_folder(checkpoint)
+    if "RANK" in os.environ:
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
+    made = get_recipe(recipe)
+    plan = make_plan(
+        made,
+        workers=workers,
+        data=data,
+        batch=batch,
+        lr=lr,
+        target=target,
+        max_steps=max_steps,
+        epochs=epochs,
+        evaluate_every=evaluate_every,
+        checkpoint=checkpoint,
+        resume=resume,
+    )
+    work = Work(recipe, data, ((compress, seed),), plan)
+    place = Field(workers, rate_or_none(rate), shlex.join(["thinwire", *sys.argv[1:]]))
+    date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    path = events if events is not None else Path("runs") / f"{made.name}-{compress}-{date}.jsonl"
+    training = Training(made, work, place, path, tensorboard)
+    if "RANK" in os.environ:
+        run_as_worker(training)
+        return
+    end = run_training(training)
+    console = Console()
+    console.print(end, highlight=False)
+    console.print(f"The log is {path}; thinwire report {path} -o page.html makes a page of it.", highlight=False)

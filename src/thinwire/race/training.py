@@ -1,0 +1,165 @@
+"""Training: one recipe, one method, one seed, on all ranks; everything that happens becomes an event.
+
+The order of the samples depends on seed and step alone, so that methods see the same data and a resumed run goes on
+where it stopped.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.codec.memory import MomentumResidual
+from thinwire.codec.presets import codec_for
+from thinwire.events import Eval, Event, Histogram, Step
+from thinwire.observe import gradient_histogram
+from thinwire.race.checkpoints import Checkpoint
+from thinwire.race.counting import TrafficMeter, ring_bytes
+from thinwire.race.methods import BASELINES, BackwardClock, apply_method, single_bucket
+from thinwire.recipes.recipe import DataOrder, Recipe, Splits
+
+Emit = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to train and when to stop; the same for every method of a race."""
+
+    batch: int
+    lr: float
+    momentum: float
+    max_steps: int
+    target: float | None  # of the metric on the test split; None: run to max_steps
+    evaluate_every: int
+    train_samples: int = 2000  # of the training split, evaluated in the end
+    test_samples: int | None = None  # of the test split, evaluated every time; None: all
+    checkpoint: Path | None = None
+    resume: bool = False
+
+
+class Training:
+    """A model, its method and its data on this rank."""
+
+    def __init__(self, recipe: Recipe, splits: Splits, plan: Plan, method: str, seed: int) -> None:
+        self.recipe, self.splits, self.plan, self.method, self.seed = recipe, splits, plan, method, seed
+        self.rank = dist.get_rank()
+        self.model = DistributedDataParallel(
+            recipe.build(seed), bucket_cap_mb=1000.0 if single_bucket(method) else 25.0
+        )
+        # DGC applies the momentum before sending: the optimizer must not apply it again.
+        ours = method not in BASELINES and isinstance(codec_for(method.split("+")[0]).memory, MomentumResidual)
+        self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
+        self.clock = BackwardClock()
+        self.link = apply_method(self.model, method, clock=self.clock)
+        self.order = DataOrder(len(splits.train), batch=plan.batch, workers=dist.get_world_size(), seed=seed)
+        known = ring_bytes(method, parameter_count(self.model), dist.get_world_size())
+        self.meter = TrafficMeter(self.link, known)
+        self.checkpoint = (
+            Checkpoint(plan.checkpoint, self.model, self.optimizer, self.link) if plan.checkpoint else None
+        )
+        self.wall = 0.0
+
+    def run(self, emit: Emit) -> str:
+        """Train until the target or the last step; returns which of them it was."""
+        step = 0
+        if self.checkpoint is not None and self.plan.resume:
+            step, self.wall = self.checkpoint.load()
+        dist.barrier()
+        self.meter.read()
+        reached, evaluations = False, 0
+        while step < self.plan.max_steps:
+            step += 1
+            emit(self._step(step))
+            if step == min(10, self.plan.max_steps) and self.rank == 0:
+                for event in self._histograms(step):
+                    emit(event)
+            if step % self.plan.evaluate_every == 0 or step == self.plan.max_steps:
+                reached = self._evaluate(step, "test", self.plan.test_samples, emit)
+                evaluations += 1
+                if evaluations % 4 == 1:  # for the curve only: a few samples, now and then
+                    self._evaluate(step, "train", 500, emit)
+                if self.checkpoint is not None:
+                    self.checkpoint.save(step, self.wall)
+                dist.barrier()
+                self.meter.read()  # what evaluation and checkpoints sent is not training's
+                if reached:
+                    break
+        self._evaluate(step, "train", self.plan.train_samples, emit)
+        return "target" if reached else "max_steps"
+
+    def _step(self, step: int) -> Step:
+        # Dropout and the like must not depend on what was drawn before, or a resumed run would differ.
+        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.rank)
+        batch = self.splits.train.batch(self.order.at(step - 1, self.rank))
+        began = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = self.recipe.loss(self.model, batch)
+        loss.backward()
+        done = time.perf_counter()
+        self.optimizer.step()
+        ended = time.perf_counter()
+        self.wall += ended - began
+        waited = done - self.clock.last_bucket
+        compress = density = 0.0
+        if self.link is not None:
+            figures = self.link.stats()["last_step"]
+            compress, density = min(waited, figures["compress"] + figures["decode"]), figures["density"]
+        sent, received = self.meter.read()
+        return Step(
+            step=step,
+            epoch=self.order.epoch(step),
+            wall=self.wall,
+            compute=self.clock.last_bucket - began,
+            compress=compress,
+            exchange=waited - compress,
+            apply=ended - done,
+            bytes_sent=sent,
+            bytes_received=received,
+            loss=float(loss.detach()),
+            density=density if self.link is not None else 1.0,
+            residual_norm=self._residual_norm() if step % self.plan.evaluate_every == 0 else math.nan,
+            rank=self.rank,
+        )
+
+    def _residual_norm(self) -> float:
+        if self.link is None:
+            return 0.0
+        held = [self.link.codec.held(name).get("residual") for name, _ in self.model.module.named_parameters()]
+        return math.sqrt(sum(float(t.square().sum()) for t in held if t is not None))
+
+    def _evaluate(self, step: int, split: str, samples: int | None, emit: Emit) -> bool:
+        """Rank 0 evaluates, all hear whether the target is reached."""
+        verdict = torch.zeros(1)
+        if self.rank == 0:
+            data = self.splits.test if split == "test" else self.splits.train
+            value = self.recipe.evaluate(self.model.module, data, samples)
+            epoch, metric = self.order.epoch(step), self.recipe.metric
+            emit(Eval(step=step, epoch=epoch, wall=self.wall, split=split, metric=metric, value=value))
+            if self.plan.target is not None:
+                verdict[0] = float(value >= self.plan.target)
+        dist.broadcast(verdict, 0)
+        return bool(verdict[0])
+
+    def _histograms(self, step: int) -> list[Histogram]:
+        """Magnitudes of the mean gradient, per layer: SparsifyGradients' figure."""
+        return [
+            gradient_histogram(step, name, parameter.grad)
+            for name, parameter in self.model.module.named_parameters()
+            if parameter.grad is not None and parameter.dim() > 1
+        ]
+
+    def close(self) -> None:
+        """Let go of the link before the next method takes its turn."""
+        if self.link is not None:
+            self.link.detach()
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Entries of a gradient."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,91 @@
+"""Read the standard files: IDX (MNIST), CIFAR-10's binary batches, and lines of text, gzipped or not.
+
+Everything is checked before it is believed; an error names the file and says what to do.
+"""
+
+import gzip
+import zlib
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from thinwire.errors import RecipeError
+
+Bytes = npt.NDArray[np.uint8]
+CIFAR_IMAGES = 10_000  # in each batch file
+CIFAR_RECORD = 1 + 3 * 32 * 32
+
+
+def find_file(data_dir: Path, name: str, *, subfolders: tuple[str, ...] = ()) -> Path:
+    """The path of `name` or `name.gz` in a folder or one of its usual subfolders."""
+    if not data_dir.is_dir():
+        raise RecipeError(f"the data folder {data_dir} does not exist: give the folder that holds {name}.")
+    for folder in (data_dir, *(data_dir / sub for sub in subfolders)):
+        for candidate in (folder / name, folder / f"{name}.gz"):
+            if candidate.is_file():
+                return candidate
+    raise RecipeError(
+        f"{name} is missing in {data_dir}: put it there (as it is or as {name}.gz), or leave out --data to download it."
+    )
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a file, unpacked if its name ends in .gz."""
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecipeError(f"{path} is truncated or corrupt ({error}): delete it and get it again.") from error
+    except OSError as error:
+        raise RecipeError(f"cannot read {path} ({error.strerror}): check its permissions.") from error
+
+
+def read_idx(path: Path, *, dimensions: int) -> Bytes:
+    """An array of bytes in the IDX format."""
+    raw = read_bytes(path)
+    header = 4 + 4 * dimensions
+    if len(raw) < header or raw[:4] != bytes([0, 0, 8, dimensions]):
+        raise RecipeError(f"{path} is no IDX file of bytes in {dimensions} dimension(s): delete it and get it again.")
+    shape = [int.from_bytes(raw[4 + 4 * d : 8 + 4 * d], "big") for d in range(dimensions)]
+    if len(raw) - header != prod(shape):
+        raise RecipeError(
+            f"{path} holds {len(raw) - header:,} bytes of data where its header announces {prod(shape):,}: "
+            "it is truncated or corrupt, delete it and get it again."
+        )
+    return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)
+
+
+def read_idx_images(images: Path, labels: Path, *, classes: int = 10) -> tuple[Bytes, Bytes]:
+    """28 x 28 images and their labels, checked against each other."""
+    pixels, targets = read_idx(images, dimensions=3), read_idx(labels, dimensions=1)
+    if pixels.shape[1:] != (28, 28):
+        raise RecipeError(f"{images} holds images of {pixels.shape[1]} x {pixels.shape[2]}, not 28 x 28.")
+    if len(pixels) != len(targets):
+        raise RecipeError(f"{images} holds {len(pixels):,} images, but {labels} {len(targets):,} labels.")
+    if len(targets) == 0 or targets.max() >= classes:
+        raise RecipeError(f"{labels} has no labels from 0 to {classes - 1}: it is corrupt, delete it and get it again.")
+    return pixels, targets
+
+
+def map_cifar_batch(path: Path) -> Bytes:
+    """The records of one binary batch, mapped and not read, so that many processes share one copy."""
+    size = path.stat().st_size
+    if path.suffix == ".gz" or size != CIFAR_IMAGES * CIFAR_RECORD:
+        raise RecipeError(
+            f"{path} has {size:,} bytes, a batch of CIFAR-10's binary version has "
+            f"{CIFAR_IMAGES * CIFAR_RECORD:,}: unpack it, or delete it and get it again."
+        )
+    records: Bytes = np.memmap(path, dtype=np.uint8, mode="r", shape=(CIFAR_IMAGES, CIFAR_RECORD))
+    if records[:, 0].max() > 9:
+        raise RecipeError(f"{path} has labels above 9: it is corrupt, delete it and get it again.")
+    return records
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 text, without their ends."""
+    try:
+        lines = read_bytes(path).decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text (byte {error.start}): get it again.") from error
+    return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]

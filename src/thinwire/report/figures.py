@@ -1,0 +1,110 @@
+"""What each figure of the report shows, as plain data; report/page.js draws it in the reader's colours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.events import PHASES, Histogram, RunLog
+from thinwire.report.summary import by_method, bytes_per_host_step, phase_ms, reached
+
+LAYERS_SHOWN = 12
+
+
+def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """Everything that the page's script needs."""
+    run = logs[0].run
+    methods = list(by_method(logs))
+    scale = 100.0 if run.metric == "accuracy" else 1.0
+    return {
+        "methods": methods,
+        "metric": "accuracy (%)" if run.metric == "accuracy" else run.metric.upper(),
+        "percent": run.metric == "accuracy",
+        "target": None if run.target != run.target else run.target * scale,
+        "curves": [curve for log in logs for curve in _curves(log, scale)],
+        "phases": _phases(logs),
+        "bytes": _bytes(logs),
+        "layers": _layers(logs),
+    }
+
+
+def _curves(log: RunLog, scale: float) -> list[dict[str, Any]]:
+    """One line per split: the metric over time and over passes, and where it met the target."""
+    curves = []
+    hit = reached(log)
+    for split in ("test", "train"):
+        points = [e for e in log.evals if e.split == split]
+        if not points:
+            continue
+        met = hit is not None and split == "test"
+        curves.append(
+            {
+                "method": log.run.method,
+                "seed": log.run.seed,
+                "split": split,
+                "wall": [round(e.wall, 3) for e in points],
+                "epoch": [round(e.epoch, 4) for e in points],
+                "value": [round(e.value * scale, 3) for e in points],
+                "met": points.index(hit) if met and hit is not None else None,
+            }
+        )
+    return curves
+
+
+def _phases(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """Milliseconds of each phase of a step, per method."""
+    means = {method: phase_ms(runs) for method, runs in by_method(logs).items()}
+    known = {method: values for method, values in means.items() if values is not None}
+    return {
+        "methods": list(known),
+        "series": [{"phase": phase, "ms": [round(values[phase], 3) for values in known.values()]} for phase in PHASES],
+    }
+
+
+def _bytes(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """Megabytes that a host sends in a step, per method."""
+    methods, amounts = [], []
+    for method, runs in by_method(logs).items():
+        values = [value for log in runs if (value := bytes_per_host_step(log)) is not None]
+        if values:
+            methods.append(method)
+            amounts.append(sum(values) / len(values) / 1e6)
+    return {"methods": methods, "mb": amounts}
+
+
+def _layers(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """The last histogram of each layer and method; of many layers, the largest."""
+    latest: dict[str, dict[str, Histogram]] = {}
+    for log in logs:
+        for histogram in log.histograms:
+            of_layer = latest.setdefault(histogram.layer, {})
+            held = of_layer.get(log.run.method)
+            if held is None or histogram.step >= held.step:
+                of_layer[log.run.method] = histogram
+
+    def size(layer: str) -> int:
+        return max(sum(h.counts) + h.zeros for h in latest[layer].values())
+
+    shown = set(sorted(latest, key=size, reverse=True)[:LAYERS_SHOWN])
+    return {
+        "left_out": max(0, len(latest) - LAYERS_SHOWN),
+        "shown": [
+            {
+                "layer": layer,
+                "entries": size(layer),
+                "step": max(h.step for h in by.values()),
+                "series": [{"method": method, **_shares(h)} for method, h in by.items() if h.counts],
+            }
+            for layer, by in latest.items()
+            if layer in shown
+        ],
+    }
+
+
+def _shares(histogram: Histogram) -> dict[str, Any]:
+    """The middle of each bin and the share of the layer's entries in it, in per cent."""
+    total = sum(histogram.counts) + histogram.zeros
+    pairs = zip(histogram.edges, histogram.edges[1:], strict=False)
+    return {
+        "x": [(low * high) ** 0.5 for low, high in pairs],
+        "share": [round(100 * count / total, 4) for count in histogram.counts],
+        "zeros": round(100 * histogram.zeros / total, 2),
+    }

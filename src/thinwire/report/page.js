@@ -1,0 +1,176 @@
+"use strict";
+// Draws the figures in the reader's colours, again whenever these or the paper change.
+const data = JSON.parse(document.getElementById("data").textContent);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// dense is the neutral baseline; the others take their colours in order, the same in every figure.
+const others = data.methods.filter((method) => method !== "dense");
+const methodVariable = (method) => (method === "dense" ? "--m0" : `--m${1 + (others.indexOf(method) % 7)}`);
+const methodColour = (method) => colour(methodVariable(method));
+const splits = ["test", "train"].filter((split) => data.curves.some((curve) => curve.split === split));
+let split = splits[0];
+
+function axis(title, extra) {
+  return {
+    title: { text: title, font: { size: 12, color: colour("--quiet") }, standoff: 8 }, automargin: true, fixedrange: true,
+    gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false, tickfont: { size: 12, color: colour("--quiet") }, ...extra,
+  };
+}
+
+function draw(id, traces, layout) {
+  const element = typeof id === "string" ? document.getElementById(id) : id;
+  if (!traces.length) {
+    element.classList.add("empty");
+    element.textContent = "nothing was recorded";
+    return;
+  }
+  const base = {
+    width: element.clientWidth, height: element.clientHeight,
+    margin: { l: 8, r: 12, t: 10, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
+    font: { family: getComputedStyle(document.body).fontFamily, color: colour("--ink"), size: 13 },
+    hoverlabel: { bgcolor: colour("--back"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+  };
+  Plotly.react(element, traces, { ...base, ...layout }, { responsive: true, displayModeBar: false });
+}
+
+function number(value) {
+  return value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toPrecision(2);
+}
+
+function curves(id, key, title, unit) {
+  const shown = data.curves.filter((curve) => curve.split === split);
+  const runs = (method) => shown.filter((curve) => curve.method === method).length;
+  const traces = shown.map((curve) => ({
+    x: curve[key], y: curve.value, name: curve.method, type: "scatter", mode: curve.value.length > 1 ? "lines" : "markers",
+    line: { color: methodColour(curve.method), width: runs(curve.method) > 1 ? 1.2 : 2.2 },
+    hovertemplate: `${curve.method}, seed ${curve.seed}<br>%{x:.4g} ${unit}: %{y:.1f}<extra></extra>`,
+  }));
+  for (const curve of shown.filter((curve) => curve.met !== null)) {
+    traces.push({
+      x: [curve[key][curve.met]], y: [curve.value[curve.met]], type: "scatter", mode: "markers", hoverinfo: "skip",
+      marker: { color: methodColour(curve.method), size: 8, line: { color: colour("--card"), width: 1.5 } },
+    });
+  }
+  const layout = {
+    xaxis: axis(title, { rangemode: "tozero", showgrid: false }),
+    yaxis: axis(`${split} ${data.metric}`, data.percent ? { rangemode: "tozero", range: [0, 108], tickvals: [0, 20, 40, 60, 80, 100] } : { rangemode: "tozero" }),
+    shapes: [], annotations: [],
+  };
+  if (data.target !== null && split === "test") {
+    layout.shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.target, y1: data.target, line: { color: colour("--quiet"), width: 1, dash: "dot" } });
+    layout.annotations.push({
+      xref: "paper", x: 0.01, y: data.target, xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 11, color: colour("--quiet") },
+      text: `target ${+data.target.toFixed(1)}${data.percent ? " %" : ""}`,
+    });
+  }
+  draw(id, traces, layout);
+}
+
+function bars(methods) {
+  // The first method on top, as in the table.
+  return { yaxis: axis("", { automargin: true, autorange: "reversed", showgrid: false, tickfont: { size: 13, color: colour("--ink") }, type: "category", categoryarray: methods }), bargap: 0.4 };
+}
+
+function phaseTimes() {
+  const { methods, series } = data.phases;
+  const total = methods.map((_, place) => series.reduce((sum, one) => sum + one.ms[place], 0));
+  const traces = series.map((one) => ({
+    type: "bar", orientation: "h", y: methods, x: one.ms, marker: { color: colour(`--${one.phase}`) },
+    hovertemplate: `${one.phase}: %{x:.3g} ms<extra></extra>`,
+  }));
+  const annotations = methods.map((method, place) => ({
+    x: total[place], y: method, text: ` ${number(total[place])} ms`, showarrow: false, xanchor: "left", font: { size: 13 },
+  }));
+  const room = [0, Math.max(...total, 1e-9) * 1.3];
+  draw("phase-times", methods.length ? traces : [], { ...bars(methods), barmode: "stack", annotations, xaxis: axis("milliseconds per step", { range: room }) });
+}
+
+function bytesSent() {
+  const { methods, mb } = data.bytes;
+  const traces = [{
+    type: "bar", orientation: "h", y: methods, x: mb, marker: { color: methods.map(methodColour) }, hovertemplate: "%{x:.4g} MB<extra></extra>",
+  }];
+  const text = (value) => (value >= 0.1 ? `${number(value)} MB` : `${number(value * 1000)} kB`);
+  const annotations = methods.map((method, place) => ({
+    x: mb[place], y: method, text: ` ${text(mb[place])}`, showarrow: false, xanchor: "left", font: { size: 13 },
+  }));
+  const room = [0, Math.max(...mb, 1e-9) * 1.25];
+  draw("bytes", methods.length ? traces : [], { ...bars(methods), annotations, xaxis: axis("megabytes per host and step", { range: room }) });
+}
+
+function layers() {
+  const place = document.getElementById("layers");
+  for (const [index, layer] of data.layers.shown.entries()) {
+    let figure = place.children[index];
+    if (!figure) {
+      figure = document.createElement("figure");
+      figure.append(document.createElement("figcaption"), Object.assign(document.createElement("div"), { className: "plot" }));
+      const small = Object.assign(document.createElement("small"), { textContent: `${layer.entries.toLocaleString("en")} entries` });
+      figure.firstChild.append(layer.layer, small);
+      place.append(figure);
+    }
+    const traces = layer.series.map((one) => ({
+      x: one.x, y: one.share, type: "scatter", mode: "lines", line: { color: methodColour(one.method), width: 1.8, shape: "hvh" },
+      fill: layer.series.length === 1 ? "tozeroy" : "none", hovertemplate: `${one.method}<br>|g| ≈ %{x:.1e}: %{y:.2f} %<extra></extra>`,
+    }));
+    const decades = data.layers.range;
+    draw(figure.lastChild, traces, {
+      xaxis: axis("|gradient|", { type: "log", range: decades, dtick: Math.ceil((decades[1] - decades[0]) / 3), tickangle: 0, exponentformat: "power", showgrid: false }),
+      yaxis: axis("% of entries", { rangemode: "tozero", nticks: 4 }),
+    });
+  }
+}
+
+function legend(id, names, variable) {
+  document.getElementById(id).replaceChildren(...names.map((name) => {
+    const entry = Object.assign(document.createElement("span"), { textContent: name });
+    entry.dataset.colour = "";
+    entry.style.setProperty("--dot", `var(${variable(name)})`);
+    return entry;
+  }));
+}
+
+function paint() {
+  curves("over-time", "wall", "seconds of training", "s");
+  curves("over-passes", "epoch", "passes of the data", "passes");
+  phaseTimes();
+  bytesSent();
+  layers();
+  document.documentElement.dataset.drawn = document.querySelectorAll(".main-svg").length;
+}
+
+function choose(name) {
+  split = name;
+  for (const button of document.querySelectorAll(".splits button")) button.setAttribute("aria-pressed", button.textContent === name);
+  paint();
+}
+
+function prepare() {
+  for (const cell of document.querySelectorAll("tbody th[data-method]")) {
+    const method = data.methods.find((name) => cell.dataset.method === name || cell.dataset.method.startsWith(`${name} (`));
+    if (method) cell.style.setProperty("--dot", `var(${methodVariable(method)})`);
+  }
+  legend("methods", data.methods, methodVariable);
+  legend("phases", data.phases.series.map((one) => one.phase), (phase) => `--${phase}`);
+  if (splits.length > 1) {
+    for (const name of splits) {
+      const button = Object.assign(document.createElement("button"), { type: "button", textContent: name, onclick: () => choose(name) });
+      document.querySelector(".splits").append(button);
+    }
+  }
+  if (data.layers.shown.length) {
+    document.getElementById("gradient-section").hidden = false;
+    const xs = data.layers.shown.flatMap((layer) => layer.series.flatMap((one) => one.x));
+    data.layers.range = [Math.floor(Math.log10(Math.min(...xs))), Math.ceil(Math.log10(Math.max(...xs)))];
+    const steps = Math.max(...data.layers.shown.map((layer) => layer.step));
+    const rest = data.layers.left_out ? ` The ${data.layers.left_out} smallest layers are left out; the logs have them.` : "";
+    document.getElementById("gradient-note").textContent = `The last histogram of each run (step ${steps}): how many entries of a layer's gradient are how large.${rest}`;
+    legend("gradient-methods", [...new Set(data.layers.shown.flatMap((layer) => layer.series.map((one) => one.method)))], methodVariable);
+  }
+  choose(split);
+}
+
+prepare();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+const printing = (on) => { document.documentElement.classList.toggle("printing", on); paint(); };
+addEventListener("beforeprint", () => printing(true));
+addEventListener("afterprint", () => printing(false));

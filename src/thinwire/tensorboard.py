@@ -1,0 +1,40 @@
+"""Mirror an event log to TensorBoard: the same figures as scalars, for those who watch runs there.
+
+TensorBoard is an extra; without it one sentence says how to get it.
+"""
+
+from pathlib import Path
+
+from thinwire.errors import LogError
+from thinwire.events import PHASES, Eval, Event, Step
+
+
+class TensorBoardMirror:
+    """Give it to an EventLog in `mirrors` and close it at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise LogError(
+                "--tensorboard needs tensorboard: install it with pip install 'thinwire[tensorboard]'."
+            ) from error
+        self._writer = SummaryWriter(log_dir=str(folder))
+
+    def __call__(self, event: Event) -> None:
+        """Write the scalars of one event."""
+        scalars: dict[str, float] = {}
+        step = 0
+        if isinstance(event, Step):
+            step = event.step
+            scalars = {f"seconds/{name}": getattr(event, name) for name in PHASES}
+            scalars |= {f"bytes/{way}": float(getattr(event, f"bytes_{way}")) for way in ("sent", "received")}
+            scalars |= {"loss": event.loss, "density": event.density, "residual_norm": event.residual_norm}
+        elif isinstance(event, Eval):
+            step, scalars = event.step, {f"{event.metric}/{event.split}": event.value}
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        self._writer.close()

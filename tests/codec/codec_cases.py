@@ -1,0 +1,100 @@
+"""Cases that the codec's tests share: gradients of many kinds, formats, memories, and a look into a codec."""
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import thinwire as tw
+from thinwire.codec.memory import Memory
+from thinwire.codec.selection import Selection
+from thinwire.codec.values import Values
+
+# Deadlines measure the machine, not the code.
+quick = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+
+VALUES: list[Values] = [
+    tw.Float32(),
+    tw.Float16(),
+    tw.BFloat16(),
+    tw.Bits(8),
+    tw.Bits(4),
+    tw.Bits(2),
+    tw.Sign(),
+    tw.Bits(8, seed=11),
+    tw.Bits(4, seed=12),
+    tw.Bits(2, seed=13),
+]
+MEMORIES: list[Memory] = [
+    tw.Drop(),
+    tw.Residual(),
+    tw.Residual(0.75),
+    tw.MomentumResidual(0.9),
+    tw.MomentumResidual(0.5, nesterov=True),
+]
+# Both twins compute the same cut from the same vector with these.
+EXACT: list[Selection] = [
+    tw.TopK(0.01, exact=True),
+    tw.TopK(0.3, exact=True),
+    tw.TopK(1.0),
+    tw.Percentile(90, exact=True),
+    tw.Threshold(0.0),
+    tw.Threshold(1.5),
+    tw.RandomK(0.1, seed=5),
+]
+SELECTIONS: list[Selection] = [
+    *EXACT,
+    tw.TopK(0.05),
+    tw.Percentile(90),
+    tw.StdDev(2.0),
+    tw.StdDev(1.0, exact=True),
+    tw.Dynamic(),
+    tw.TopK(tw.Warmup([0.5, 0.1, 0.01], 1)),
+]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def _normal(n: int, g: torch.Generator) -> Tensor:
+    return torch.randn(n, generator=g)
+
+
+def _coarse(n: int, g: torch.Generator) -> Tensor:
+    return torch.randint(-4, 5, (n,), generator=g) / 2.0
+
+
+def _sparse(n: int, g: torch.Generator) -> Tensor:
+    return torch.randn(n, generator=g) * (torch.rand(n, generator=g) < 0.02)
+
+
+def _constant(n: int, g: torch.Generator) -> Tensor:
+    return torch.full((n,), float(torch.randn(1, generator=g)))
+
+
+def _zero(n: int, g: torch.Generator) -> Tensor:
+    return torch.zeros(n)
+
+
+def _wide(n: int, g: torch.Generator) -> Tensor:
+    """Magnitudes over float16's whole range, subnormals included."""
+    exponents = torch.randint(-24, 16, (n,), generator=g)
+    return torch.ldexp(torch.randn(n, generator=g).clamp(-1.9, 1.9), exponents)
+
+
+KINDS: list[Callable[[int, torch.Generator], Tensor]] = [_normal, _coarse, _sparse, _constant, _zero, _wide]
+
+sizes = st.lists(st.sampled_from([0, 1, 2, 7, 8, 31, 33, 200, 511, 512, 513, 1500, 4096, 4127, 9000]), max_size=4)
+
+
+def gradients(shapes: list[int], dtype: torch.dtype, kind: int, seed: int) -> dict[str, Tensor]:
+    """One step's gradients: tensors named by their place."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [KINDS[(kind + i) % len(KINDS)](n, generator).to(dtype) for i, n in enumerate(shapes)]
+    return {f"t{i}": t for i, t in enumerate(made)}
+
+
+def positions_of(frame: tw.Frame, numels: list[int]) -> dict[int, Tensor]:
+    """The positions that travelled, by tensor."""
+    reader = tw.FrameReader(frame, numels)
+    return {s.id: reader.entries(s)[0] for s in reader.sections}

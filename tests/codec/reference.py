@@ -1,0 +1,303 @@
+"""A reader and a writer of frames in plain Python and torch, as docs/wire-format.md describes them.
+
+Slow and simple on purpose: it shares no code with the kernels, so equal bytes mean two implementations agree.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 512
+FLOAT32, FLOAT16, BFLOAT16, BITS8, BITS4, BITS2, SIGN = range(7)
+WIDTH = {FLOAT32: 32, FLOAT16: 16, BFLOAT16: 16, BITS8: 8, BITS4: 4, BITS2: 2, SIGN: 1}
+LARGEST, SMALLEST = 2.0**120, 2.0**-100
+MASK64 = (1 << 64) - 1
+
+
+@dataclass
+class Part:
+    """One section: ascending positions and float32 values. `strata` is the seed that stands for the positions."""
+
+    id: int
+    format: int
+    numel: int
+    positions: list[int]
+    values: Tensor
+    strata: int | None = None
+    rounding: int | None = None  # the seed of stochastic rounding
+
+
+# Numbers
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK64
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK64
+    return x ^ x >> 31
+
+
+def varint(x: int) -> bytes:
+    out = bytearray()
+    while x >= 128:
+        out.append(x & 127 | 128)
+        x >>= 7
+    out.append(x)
+    return bytes(out)
+
+
+def count_width(numel: int) -> int:
+    return max(1, -(-numel.bit_length() // 8))
+
+
+def strata_positions(seed: int, count: int, numel: int) -> list[int]:
+    places = []
+    for j in range(count):
+        low, high = j * numel // count, (j + 1) * numel // count
+        places.append(low + ((mix((seed + j) & MASK64) >> 33) * (high - low) >> 31))
+    return places
+
+
+# Positions
+
+
+def divisor(parameter: int) -> tuple[int, int]:
+    return (parameter + 1, 0) if parameter < 3 else (4 + (parameter - 3) % 4, (parameter - 3) // 4)
+
+
+def choose_parameter(gaps: int, n: int) -> int:
+    mean, rest = divmod(gaps, n)
+    target = mean // 65536 * 45426 + (mean % 65536 * 45426 + rest * 45426 // n + 57671) // 65536
+    target += target // 16
+    if target < 4:
+        return max(target - 1, 0)
+    shift = target.bit_length() - 3
+    return 3 + 4 * shift + (target >> shift) % 4
+
+
+class Bits:
+    """A string of bits; the first one is the lowest of the first byte."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.word, self.length, self.at = int.from_bytes(data, "little"), 8 * len(data), 0
+
+    def put(self, value: int, width: int) -> None:
+        self.word |= value << self.length
+        self.length += width
+
+    def take(self, width: int) -> int:
+        assert self.at + width <= self.length
+        self.at += width
+        return self.word >> (self.at - width) & ((1 << width) - 1)
+
+    def bytes(self) -> bytes:
+        return self.word.to_bytes(-(-self.length // 8), "little")
+
+
+def put_truncated(bits: Bits, r: int, m: int) -> None:
+    width = (m - 1).bit_length()
+    short = (1 << width) - m
+    if r < short:
+        bits.put(r, max(width - 1, 0))
+    else:  # the upper bits first, the lowest bit last
+        bits.put((r + short) >> 1, width - 1 if width else 0)
+        bits.put((r + short) & 1, 1 if width else 0)
+
+
+def take_truncated(bits: Bits, m: int) -> int:
+    width = (m - 1).bit_length()
+    if width == 0:
+        return 0
+    short = (1 << width) - m
+    r = bits.take(width - 1)
+    return r if r < short else (r << 1 | bits.take(1)) - short
+
+
+def write_gaps(positions: list[int], previous: int) -> bytes:
+    n = len(positions)
+    gaps = positions[-1] - previous - n
+    if gaps == 0:
+        return b"\xff"
+    parameter = choose_parameter(gaps, n)
+    factor, shift = divisor(parameter)
+    bits = Bits()
+    for position in positions:
+        gap, previous = position - previous - 1, position
+        quotient, r = divmod(gap >> shift, factor)
+        bits.put(1 << quotient, quotient + 1)
+        put_truncated(bits, r, factor)
+        bits.put(gap & ((1 << shift) - 1), shift)
+    return bytes([parameter]) + bits.bytes()
+
+
+def read_gaps(data: bytes, n: int, previous: int) -> tuple[list[int], int]:
+    if data[0] == 255:
+        return list(range(previous + 1, previous + 1 + n)), 1
+    factor, shift = divisor(data[0])
+    bits = Bits(data[1:])
+    positions = []
+    for _ in range(n):
+        quotient = 0
+        while not bits.take(1):
+            quotient += 1
+        high = quotient * factor + take_truncated(bits, factor)
+        previous += 1 + (high << shift | bits.take(shift))
+        positions.append(previous)
+    return positions, 1 + -(-bits.at // 8)
+
+
+# Values
+
+
+def fixed_mean(magnitudes: Tensor, largest: Tensor) -> Tensor:
+    """The mean by whole numbers of 2^(e - 24), where the block's largest magnitude is below 2^e."""
+    if not len(magnitudes):
+        return torch.tensor(0.0)
+    exponent = int(torch.frexp(largest).exponent)
+    total = (magnitudes * torch.tensor(2.0 ** (24 - exponent))).long().sum()
+    return (total.double() / len(magnitudes) * 2.0 ** (exponent - 24)).float()
+
+
+def quantise(values: Tensor, code: int, rounding: int | None, counter: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and the two scales of a block."""
+    nothing = torch.tensor(0.0)
+    values = values.clamp(-LARGEST, LARGEST)
+    magnitudes, negative = values.abs(), values.signbit()
+    largest, smallest = magnitudes.max(), magnitudes.min()
+    if code == SIGN:
+        codes = negative.long()
+        if largest < SMALLEST:
+            return codes, nothing, nothing
+        return codes, fixed_mean(magnitudes[~negative], largest), fixed_mean(magnitudes[negative], largest)
+    if largest < SMALLEST:
+        return torch.zeros(len(values), dtype=torch.long), nothing, nothing
+    top = (1 << (WIDTH[code] - 1)) - 1
+    if code == BITS2 and rounding is None:
+        up = magnitudes > fixed_mean(magnitudes, largest)
+        base = fixed_mean(magnitudes[~up], largest)
+        step = fixed_mean(magnitudes[up], largest) - base if up.any() else nothing
+        levels = up.long()
+    else:
+        base, step = smallest, (largest - smallest) / top
+        exact = (magnitudes - base) / step if step > 0 else torch.zeros_like(magnitudes)
+        if rounding is not None:
+            random = [mix((rounding + counter + i) & MASK64) >> 40 for i in range(len(values))]
+            exact = (exact + torch.tensor(random, dtype=torch.float32) * 2.0**-24).floor()
+        levels = exact.round().long().clamp(max=top)
+    return negative.long() << (WIDTH[code] - 1) | levels, base, step
+
+
+def write_values(values: Tensor, code: int, rounding: int | None, counter: int) -> bytes:
+    if code == FLOAT32:
+        return values.numpy().tobytes()
+    if code in (FLOAT16, BFLOAT16):
+        dtype = torch.float16 if code == FLOAT16 else torch.bfloat16
+        most = torch.finfo(dtype).max
+        return values.clamp(-most, most).to(dtype).view(torch.int16).numpy().tobytes()
+    codes, first, second = quantise(values, code, rounding, counter)
+    bits = Bits()
+    for c in codes.tolist():
+        bits.put(c, WIDTH[code])
+    return struct.pack("<ff", float(first), float(second)) + bits.bytes()
+
+
+def read_values(data: bytes, code: int, n: int) -> tuple[Tensor, int]:
+    if code == FLOAT32:
+        return torch.tensor(struct.unpack_from(f"<{n}f", data)), 4 * n
+    if code in (FLOAT16, BFLOAT16):
+        dtype = torch.float16 if code == FLOAT16 else torch.bfloat16
+        halves = torch.tensor(struct.unpack_from(f"<{n}h", data), dtype=torch.int16)
+        return halves.view(dtype).float(), 2 * n
+    width = WIDTH[code]
+    size = 8 + -(-n * width // 8)
+    first, second = torch.tensor(struct.unpack_from("<ff", data))
+    bits = Bits(data[8:size])
+    codes = torch.tensor([bits.take(width) for _ in range(n)])
+    negative, levels = codes >> (width - 1) == 1, codes & ((1 << (width - 1)) - 1)
+    if code == SIGN:
+        return torch.where(negative, -second, first), size
+    magnitudes = first + second * levels.float()
+    return torch.where(negative, -magnitudes, magnitudes), size
+
+
+# Frames
+
+
+def write_frame(parts: list[Part], flags: int = 0) -> bytes:
+    body = b"".join(_write_part(part) for part in parts)
+    head = struct.pack("<4sBBHI", b"TWFR", 1, flags, 0, len(parts))
+    tail = struct.pack("<Q", 24 + len(body)) + body
+    return head + struct.pack("<I", crc32c(head + tail)) + tail
+
+
+def _write_part(part: Part) -> bytes:
+    n = len(part.positions)
+    kind = part.format | (16 if part.strata is not None else 0)
+    out = varint(part.id) + bytes([kind]) + varint(part.numel) + n.to_bytes(count_width(part.numel), "little")
+    if part.strata is not None:
+        out += part.strata.to_bytes(8, "little")
+    previous = -1
+    for begin in range(0, n, BLOCK):
+        positions = part.positions[begin : begin + BLOCK]
+        if part.strata is None:
+            out += write_gaps(positions, previous)
+            previous = positions[-1]
+        out += write_values(part.values[begin : begin + BLOCK], part.format, part.rounding, begin)
+    return out
+
+
+def read_frame(data: bytes) -> list[Part]:
+    magic, version, flags, reserved, sections = struct.unpack_from("<4sBBHI", data)
+    crc, length = struct.unpack_from("<IQ", data, 12)
+    assert (magic, version, reserved, length) == (b"TWFR", 1, 0, len(data)) and flags < 2
+    assert crc == crc32c(data[:12] + data[16:])
+    at, parts = 24, []
+    for _ in range(sections):
+        part, at = _read_part(data, at)
+        parts.append(part)
+    assert at == len(data)
+    return parts
+
+
+def _read_part(data: bytes, at: int) -> tuple[Part, int]:
+    ident, at = _read_varint(data, at)
+    kind, at = data[at], at + 1
+    numel, at = _read_varint(data, at)
+    width = count_width(numel)
+    count, at = int.from_bytes(data[at : at + width], "little"), at + width
+    part = Part(ident, kind & 15, numel, [], torch.empty(0))
+    if kind >> 4:
+        part.strata, at = int.from_bytes(data[at : at + 8], "little"), at + 8
+        part.positions = strata_positions(part.strata, count, numel)
+    blocks, previous = [torch.empty(0)], -1
+    for begin in range(0, count, BLOCK):
+        n = min(BLOCK, count - begin)
+        if part.strata is None:
+            positions, size = read_gaps(data[at:], n, previous)
+            part.positions += positions
+            previous, at = positions[-1], at + size
+        values, size = read_values(data[at:], part.format, n)
+        blocks.append(values)
+        at += size
+    part.values = torch.cat(blocks)
+    return part, at
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    x = shift = 0
+    while True:
+        x |= (data[at] & 127) << shift
+        shift, at = shift + 7, at + 1
+        if data[at - 1] < 128:
+            return x, at

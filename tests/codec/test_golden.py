@@ -1,0 +1,36 @@
+"""Golden frames decode to the same values for ever, by the kernels and by the reference."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.codec import reference
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.frame"))
+
+
+def test_every_format_is_there() -> None:
+    assert len(GOLDEN) >= 11
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_golden_frame(path: Path) -> None:
+    data = path.read_bytes()
+    expected = json.loads(path.with_suffix(".json").read_text())
+    reader = tw.FrameReader(tw.Frame.from_bytes(data), expected["numels"])
+    assert reader.non_finite == expected["non_finite"]
+    by_hand = reference.read_frame(data)
+    assert len(reader.sections) == len(expected["sections"]) == len(by_hand)
+    for section, words, part in zip(reader.sections, expected["sections"], by_hand, strict=True):
+        values = torch.tensor([float.fromhex(v) for v in words["values"]])
+        positions, found = reader.entries(section)
+        assert (section.id, section.format, section.strata) == (words["id"], words["format"], words["strata"])
+        assert positions.tolist() == words["positions"] == part.positions
+        assert torch.equal(found, values) and torch.equal(part.values, values)
+        out = torch.zeros(section.numel)
+        outs = [out if i == section.id else torch.zeros(n) for i, n in enumerate(expected["numels"])]
+        reader.add_to(outs, weight=2.0)
+        assert torch.equal(out[positions], 2.0 * values) and out.count_nonzero() <= len(values)

@@ -1,0 +1,139 @@
+"""Nothing is lost: for every selection, value format and memory, what was sent and what is held make up the input."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import thinwire as tw
+from tests.codec.codec_cases import DTYPES, MEMORIES, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
+from thinwire.codec.codec import Kernels, Scope
+from thinwire.codec.memory import Memory
+from thinwire.codec.selection import Selection
+from thinwire.codec.values import Values
+
+choices = {
+    "selection": st.sampled_from(SELECTIONS),
+    "values": st.sampled_from(VALUES),
+    "kernels": st.sampled_from(["native", "torch"]),
+    "scope": st.sampled_from(["tensor", "global"]),
+    "shapes": sizes,
+    "dtype": st.sampled_from(DTYPES),
+    "kind": st.integers(0, 5),
+    "seed": st.integers(0, 2**31),
+}
+
+
+class Dgc:
+    """The memories of the papers, by torch operations, one tensor each."""
+
+    def __init__(self, memory: Memory, n: int) -> None:
+        self.memory = memory
+        self.u, self.v = torch.zeros(n), torch.zeros(n)
+
+    def accumulated(self, g: Tensor) -> Tensor:
+        """What is selected from; the state is advanced as if nothing travelled."""
+        memory = self.memory
+        if isinstance(memory, tw.MomentumResidual):
+            if memory.nesterov:
+                self.u = (self.u + g) * memory.momentum
+                self.v = self.v + (self.u + g)
+            else:
+                self.u = self.u * memory.momentum + g
+                self.v = self.v + self.u
+        elif isinstance(memory, tw.Residual):
+            self.v = self.v * memory.decay + g
+        else:
+            self.v = g.clone()
+        return self.v.clone()
+
+    def sent(self, positions: Tensor, values: Tensor) -> None:
+        self.v[positions] -= values
+        self.u[positions] = 0.0
+
+
+def check(codec: tw.Codec, shapes: list[int], dtype: torch.dtype, kind: int, seed: int) -> None:
+    plain = [Dgc(codec.memory, n) for n in shapes]
+    for step in range(3):
+        given_now = gradients(shapes, dtype, kind, seed + step)
+        frame = codec.encode(given_now)
+        decoded = tw.Codec.decode(frame, given_now)
+        places = positions_of(frame, shapes)
+        for i, (name, gradient) in enumerate(given_now.items()):
+            x = plain[i].accumulated(gradient.float())
+            sent, where = decoded[name], places.get(i, torch.empty(0, dtype=torch.int64))
+            plain[i].sent(where, sent[where])
+            held = codec.held(name)
+            if isinstance(codec.memory, tw.Drop):
+                assert not held
+                continue
+            # What was declared sent is what arrived, to the bit ...
+            assert torch.equal(held["residual"], plain[i].v)
+            if "momentum" in held:
+                assert torch.equal(held["momentum"], plain[i].u)
+            # ... and sums up with what stayed to what was there, within the rounding of the subtraction.
+            lost = sent.double() + held["residual"].double() - x.double()
+            assert (lost.abs() <= held["residual"].double().abs() * 2.0**-24).all()
+            if codec.values == tw.Float32():
+                assert not lost.any()
+
+
+@quick
+@given(memory=st.sampled_from(MEMORIES), min_numel=st.sampled_from([0, 64, 1024]), **choices)
+def test_sent_and_held_make_up_the_gradient(
+    memory: Memory,
+    min_numel: int,
+    selection: Selection,
+    values: Values,
+    kernels: Kernels,
+    scope: Scope,
+    shapes: list[int],
+    dtype: torch.dtype,
+    kind: int,
+    seed: int,
+) -> None:
+    codec = tw.Codec(selection, values, memory, scope=scope, kernels=kernels, min_numel=min_numel)
+    check(codec, shapes, dtype, kind, seed)
+
+
+def test_every_combination_once() -> None:
+    for selection in SELECTIONS:
+        for values in VALUES:
+            for memory in MEMORIES:
+                check(tw.Codec(selection, values, memory, min_numel=100), [3000, 17], torch.float32, 0, 1)
+
+
+def test_drop_sends_exactly_the_selected_values() -> None:
+    g = gradients([5000], torch.float32, 0, 3)
+    sent = tw.Codec.decode(tw.Codec(tw.Threshold(1.0), tw.Float32(), tw.Drop()).encode(g), g)["t0"]
+    assert torch.equal(sent, torch.where(g["t0"].abs() > 1.0, g["t0"], 0.0))
+
+
+def test_dense_input_without_selection_travels_whole() -> None:
+    g = gradients([5000], torch.float32, 0, 4)
+    codec = tw.Codec(tw.TopK(1.0), tw.Float32())
+    assert torch.equal(tw.Codec.decode(codec.encode(g), g)["t0"], g["t0"])
+    assert not codec.held("t0")["residual"].any()
+
+
+def test_finite_sums_stay_finite() -> None:
+    most = torch.finfo(torch.float32).max
+    g = {"w": torch.full((2000,), most), "v": torch.full((2000,), -most)}
+    for memory in MEMORIES[1:]:
+        for kernels in ("native", "torch"):
+            for values in VALUES:
+                codec = tw.Codec(tw.RandomK(0.01), values, memory, kernels=kernels)
+                for _ in range(3):
+                    frame = codec.encode(g)
+                    for out in tw.Codec.decode(frame, g).values():
+                        assert out.isfinite().all()
+                for name in g:
+                    assert all(t.isfinite().all() for t in codec.held(name).values())
+
+
+def test_one_huge_value_does_not_hold_back_its_block() -> None:
+    g = torch.ones(2000)
+    g[7] = 2.0**125
+    codec = tw.Codec(tw.TopK(1.0), tw.Bits(8))
+    sent = tw.Codec.decode(codec.encode({"w": g}), {"w": g})["w"]
+    assert sent[7] == 2.0**120 and (sent[:7] == 1.0).all()

@@ -1,0 +1,231 @@
+"""What each selection promises: exact ones against a sort, sampled ones against the density that was asked for."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import thinwire as tw
+from tests.codec.codec_cases import KINDS, gradients, positions_of, quick
+from thinwire.codec.codec import Kernels
+from thinwire.codec.selection import Selection, count_of
+
+
+def selected(selection: Selection, x: Tensor, *, step: int = 0, kernels: Kernels = "native") -> Tensor:
+    """Positions that travel of one tensor."""
+    codec = tw.Codec(selection, tw.Float32(), tw.Drop(), min_numel=0, kernels=kernels)
+    return positions_of(codec.encode({"w": x}, step=step), [x.numel()])[0]
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """Positions of the k largest magnitudes by a stable sort, zeros left out."""
+    order = x.abs().sort(descending=True, stable=True).indices[:k]
+    return order[x[order] != 0].sort().values
+
+
+@quick
+@given(
+    n=st.integers(1, 6000),
+    density=st.floats(1e-4, 1.0),
+    kind=st.integers(0, 5),
+    seed=st.integers(0, 2**31),
+    kernels=st.sampled_from(["native", "torch"]),
+)
+def test_exact_topk_is_a_stable_sort(n: int, density: float, kind: int, seed: int, kernels: Kernels) -> None:
+    x = gradients([n], torch.float32, kind, seed)["t0"]
+    found = selected(tw.TopK(density, exact=True), x, kernels=kernels)
+    assert torch.equal(found, largest(x, count_of(density, n)))
+
+
+@pytest.mark.parametrize("kind", range(6))
+@pytest.mark.parametrize("density", [0.0005, 0.02, 0.5])
+def test_exact_topk_of_a_large_tensor(kind: int, density: float) -> None:
+    # More than 2^19 elements: the answer comes from sampled candidates, or by radix where those are too many.
+    x = KINDS[kind](700_001, torch.Generator().manual_seed(kind))
+    assert torch.equal(selected(tw.TopK(density, exact=True), x), largest(x, count_of(density, len(x))))
+
+
+@quick
+@given(n=st.integers(1, 4000), percent=st.floats(0, 99.99), kind=st.integers(0, 5), seed=st.integers(0, 2**31))
+def test_exact_percentile_is_numpys(n: int, percent: float, kind: int, seed: int) -> None:
+    x = gradients([n], torch.float32, kind, seed)["t0"]
+    magnitudes = x.abs().double().numpy()
+    expected = np.flatnonzero(magnitudes > np.percentile(magnitudes, percent))
+    assert selected(tw.Percentile(percent, exact=True), x).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("n", [1000, 123_457])
+def test_exact_deviation_is_torchs(n: int) -> None:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n)) + 0.5
+    limit = (2.0 * x.double().std(correction=0)).float()
+    expected = (x.abs() > limit).nonzero().flatten()
+    for kernels in ("native", "torch"):
+        assert torch.equal(selected(tw.StdDev(2.0, exact=True), x, kernels=kernels), expected)
+
+
+def _law(name: str, n: int) -> Tensor:
+    g = torch.Generator().manual_seed(n + len(name))
+    if name == "gaussian":
+        return torch.randn(n, generator=g)
+    uniform = torch.rand(n, generator=g).clamp_(1e-7, 1 - 1e-7)
+    sign = torch.where(torch.rand(n, generator=g) < 0.5, -1.0, 1.0)
+    return sign * (-uniform.log() if name == "laplace" else uniform.pow(-1 / 1.2))  # Pareto: no variance at all
+
+
+@pytest.mark.parametrize("law", ["gaussian", "laplace", "pareto"])
+@pytest.mark.parametrize("n", [1_000_000, 4_000_000])
+def test_sampled_topk_keeps_the_density(law: str, n: int) -> None:
+    x = _law(law, n)
+    for density in (0.1, 0.01, 0.001):
+        for kernels in ("native", "torch"):
+            kept = len(selected(tw.TopK(density), x, kernels=kernels))
+            assert abs(kept / (density * n) - 1.0) < 0.1, (law, n, density, kernels, kept)
+    assert abs(len(selected(tw.Percentile(99.0), x)) / (0.01 * n) - 1.0) < 0.1
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_sampled_topk_of_few_distinct_magnitudes(kernels: Kernels) -> None:
+    n = 1_000_000
+    rare = torch.where(torch.rand(n, generator=torch.Generator().manual_seed(0)) < 0.005, 1.0, 0.1)
+    for x in (torch.full((n,), 0.37), torch.full((n,), -1.0), rare):
+        kept = len(selected(tw.TopK(0.01), x, kernels=kernels))
+        assert abs(kept / (0.01 * n) - 1.0) < 0.1
+    spike = torch.zeros(n)
+    spike[77] = -3.0
+    assert selected(tw.TopK(0.01), spike, kernels=kernels).tolist() == [77]
+    assert len(selected(tw.TopK(0.01), torch.zeros(n), kernels=kernels)) == 0
+
+
+def _spike(step: int, noise: Tensor) -> Tensor:
+    x = torch.zeros_like(noise)
+    x[step % len(x)] = 5.0
+    return x
+
+
+STREAMS: dict[str, Callable[[int, Tensor], Tensor]] = {
+    "steady": lambda step, noise: noise,
+    "constant": lambda step, noise: torch.full_like(noise, 0.3),
+    "shrinking": lambda step, noise: noise * 10.0 ** (-3 * step),
+    "growing": lambda step, noise: noise * 10.0 ** min(3 * step - 30, 30),
+    "alternating": lambda step, noise: noise * (1000.0 if step % 2 else 1.0),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("n", [20_000, 1_000_000])
+def test_dynamic_neither_starves_nor_floods(stream: str, n: int) -> None:
+    codec = tw.Codec(tw.Dynamic(0.001, 0.1), tw.Float32(), tw.Residual())
+    g = torch.Generator().manual_seed(1)
+    for step in range(30 if n < 100_000 else 8):
+        x = STREAMS[stream](step, torch.randn(n, generator=g))
+        (count,) = codec.encode({"w": x}).counts
+        # Below a million the sample is everything; above it holds some 300 exceeding entries.
+        slack = 1.0 if n < 300_000 else 1.4
+        assert 0.001 * n / slack - 1 <= count <= 0.1 * n * slack + 1, (step, count)
+
+
+def test_dynamic_of_nothing_and_of_one_spike() -> None:
+    codec = tw.Codec(tw.Dynamic(), tw.Float32(), tw.Residual())
+    noise = torch.randn(50_000)
+    for step in range(5):
+        assert codec.encode({"w": torch.zeros_like(noise)}).counts == (0,)
+        assert codec.encode({"w": _spike(step, noise)}).counts == (1,)
+    (count,) = codec.encode({"w": noise}).counts
+    assert 49 <= count <= 5001
+
+
+def test_dynamic_follows_the_mean_of_what_exceeds() -> None:
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(2))
+    codec = tw.Codec(tw.Dynamic(1e-4, 0.9, start=0.5), tw.Float32(), tw.Drop())
+    first = positions_of(codec.encode({"w": x}), [len(x)])[0]
+    assert torch.equal(first, (x.abs() > 0.5).nonzero().flatten())
+    mean = float(x[first].abs().double().mean())
+    assert math.isclose(codec.state_dict()["selection"]["w"]["threshold"], mean, rel_tol=1e-9)
+    second = positions_of(codec.encode({"w": x}), [len(x)])[0]
+    assert torch.equal(second, (x.abs() > mean).nonzero().flatten())
+
+
+def test_random_positions_agree_between_ranks_and_change_with_the_step() -> None:
+    x, y = torch.randn(10_000), torch.randn(10_000)
+    one = selected(tw.RandomK(0.01, seed=4), x, step=3)
+    assert len(one) == 100 and (one.diff() > 0).all()
+    assert torch.equal(one, selected(tw.RandomK(0.01, seed=4), y, step=3, kernels="torch"))
+    assert not torch.equal(one, selected(tw.RandomK(0.01, seed=4), x, step=4))
+    assert not torch.equal(one, selected(tw.RandomK(0.01, seed=-5), x, step=3))
+    seen = torch.zeros(10_000)
+    for step in range(100):
+        seen[selected(tw.RandomK(0.1), x, step=step)] = 1.0
+    assert seen.sum() > 9_990  # every entry gets its turn
+
+
+def test_schedules() -> None:
+    x = torch.randn(10_000)
+    warm = tw.Warmup([0.25, 0.0625, 0.01], steps_each=2)
+    counts = [len(selected(tw.TopK(warm, exact=True), x, step=step)) for step in (0, 1, 2, 3, 4, 5, 99)]
+    assert counts == [2500, 2500, 625, 625, 100, 100, 100]
+    assert len(selected(tw.TopK(lambda step: 1 / (step + 2), exact=True), x, step=2)) == 2500
+    cutoff = tw.AccuracyCutoff()
+    rule = tw.Percentile(cutoff, exact=True)
+    assert len(selected(rule, x)) == 1000
+    for accuracy, count in [(0.7, 1000), (0.81, 2000), (0.5, 2000)]:
+        cutoff.update(accuracy)
+        assert len(selected(rule, x)) == count
+    with pytest.raises(ValueError, match="density"):
+        selected(tw.TopK(lambda step: 0.0), x)
+
+
+def test_scope() -> None:
+    small, large = torch.randn(2000), 100 * torch.randn(2000)
+    g = {"small": small, "large": large}
+    each = tw.Codec(tw.TopK(0.1, exact=True), tw.Float32()).encode(g)
+    assert each.counts == (200, 200)
+    together = tw.Codec(tw.TopK(0.1, exact=True), tw.Float32(), scope="global").encode(g)
+    found = positions_of(together, [2000, 2000])
+    expected = largest(torch.cat([small, large]), 400)
+    assert torch.equal(torch.cat([found[0], found[1] + 2000]), expected)
+
+
+def test_small_tensors_travel_whole() -> None:
+    g = {"w": torch.randn(5000), "b": torch.randn(1023), "edge": torch.randn(1024)}
+    codec = tw.Codec(tw.TopK(0.01, exact=True), tw.Bits(2))
+    frame = codec.encode(g)
+    assert frame.counts == (50, 1023, 10)
+    reader = tw.FrameReader(frame, [5000, 1023, 1024])
+    assert [s.format for s in reader.sections] == [5, 3, 5]  # small ones are not squeezed into two bits
+    assert codec.expected_counts([5000, 1023, 1024]) == [50, 1023, 10]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tw.TopK(0.0),
+        lambda: tw.TopK(1.1),
+        lambda: tw.TopK(float("nan")),
+        lambda: tw.Percentile(100),
+        lambda: tw.Percentile(-1),
+        lambda: tw.Threshold(-1.0),
+        lambda: tw.Threshold(float("nan")),
+        lambda: tw.StdDev(0.0),
+        lambda: tw.Dynamic(0.2, 0.1),
+        lambda: tw.RandomK(2.0),
+        lambda: tw.Warmup([], 1),
+        lambda: tw.Warmup([0.1], 0),
+        lambda: tw.Bits(3),
+        lambda: tw.Residual(0.0),
+        lambda: tw.MomentumResidual(1.0),
+        lambda: tw.Codec(0.1, scope="all"),  # type: ignore[arg-type]
+        lambda: tw.Codec(0.1, kernels="cuda"),  # type: ignore[arg-type]
+        lambda: tw.Codec(0.1).encode({"w": torch.zeros(3, dtype=torch.float64)}),
+        lambda: tw.Codec(0.1).encode({"w": torch.zeros(3).to_sparse()}),
+        lambda: tw.Codec(0.1).encode({"w": torch.zeros(3)}, step=-1),
+    ],
+)
+def test_impossible_settings_are_refused(make: object) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError):
+        make()

@@ -1,0 +1,114 @@
+"""The main job as a user starts it: real processes, emulated hosts, logs, a table, a page."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from thinwire import cli
+from thinwire.events import read_log
+from thinwire.lab.testing import require_lab
+
+THINWIRE = Path(sys.executable).with_name("thinwire")
+QUICK = ["--max-steps", "12", "--evaluate-every", "6", "--batch", "4"]
+
+
+def run(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([THINWIRE, *words], cwd=cwd, capture_output=True, text=True, timeout=110)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_a_race_in_the_lab_gives_figures_logs_and_a_page(tmp_path: Path) -> None:
+    require_lab()
+    words = ["race", "--hosts", "2", "--rate", "200mbit", "--methods", "dense,topk1,dgc", "--json", "race.json"]
+    done = run(*words, "--report", "page.html", "--logs", "logs", *QUICK, cwd=tmp_path)
+    assert "infinite network" in done.stdout
+    figures = json.loads((tmp_path / "race.json").read_text())
+    assert (figures["hosts"], figures["rate"], figures["recipe"]) == (2, "200mbit", "digits")
+    assert figures["infinite_ms"] > 0
+    dense, sparse, _ = figures["methods"]
+    keys = "name step_ms tax bytes_per_host_step steps_to_target seconds_to_target speedup train_accuracy test_accuracy"
+    assert set(keys.split()) <= set(dense)
+    # The kernel's counters: a ring of two hosts sends the gradient once, the largest 1 % a twentieth of it or less.
+    assert 7.0e6 < dense["bytes_per_host_step"] < 8.0e6
+    assert sparse["bytes_per_host_step"] < dense["bytes_per_host_step"] / 20
+    assert (tmp_path / "page.html").stat().st_size > 1_000_000
+    log = read_log(tmp_path / "logs" / "topk1-0.jsonl")
+    assert [step.step for step in log.steps if step.rank == 0] == list(range(1, 13))
+    assert all(0.005 < step.density < 0.1 for step in log.steps)
+    assert log.histograms and log.end is not None and log.end.reason in ("max_steps", "target")
+
+
+def test_without_shaping_a_race_runs_on_loopback(tmp_path: Path) -> None:
+    done = run(
+        "race", "--hosts", "2", "--rate", "none", "--methods", "fp16,0.02", "--seeds", "1", *QUICK, cwd=tmp_path
+    )  # fmt: skip
+    assert "fp16" in done.stdout and "0.02" in done.stdout
+
+
+def test_methods_see_the_same_data_and_a_resumed_training_is_the_same(tmp_path: Path) -> None:
+    base = ["train", "digits", "--workers", "2", "--compress", "0.02", "--evaluate-every", "4", "--batch", "4"]
+    run(*base, "--max-steps", "8", "--events", "whole.jsonl", cwd=tmp_path)
+    part = [*base, "--checkpoint", "saved", "--events", "part.jsonl"]
+    run(*part, "--max-steps", "4", cwd=tmp_path)
+    run(*part, "--max-steps", "8", "--resume", cwd=tmp_path)
+    whole, parts = read_log(tmp_path / "whole.jsonl"), read_log(tmp_path / "part.jsonl")
+    assert [s.loss for s in whole.steps] == [s.loss for s in parts.steps]
+    assert len(whole.steps) == 8
+    assert whole.evals[-1].value == parts.evals[-1].value
+
+
+def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    train = [str(THINWIRE), "train", "digits", "--events", "run.jsonl", *QUICK]
+    done = subprocess.run([*words, *train], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    log = read_log(tmp_path / "run.jsonl")
+    assert log.run.workers == 2 and len(log.steps) == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["race", "nonsense"], "nonsense"),
+        (["race", "--methods", "dense,magic"], "magic"),
+        (["race", "--rate", "fast"], "fast"),
+        (["race", "--target", "7"], "target"),
+        (["race", "--hosts", "1"], "hosts"),
+        (["race", "--hosts", "2000"], "workers"),
+        (["train", "digits", "--resume"], "--checkpoint"),
+        (["train", "cifar10", "--data", "nowhere"], "nowhere"),
+        (["train", "digits", "--workers", "2", "--checkpoint", "/proc/none", "--max-steps", "1"], "/proc/none"),
+    ],
+)
+def test_mistakes_get_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], hint: str) -> None:
+    assert cli.run(words) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("thinwire") and hint in lines[0]
+
+
+def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    require_lab()
+    mark = f"thinwire-test-{os.getpid()}"
+    words = ["race", "--hosts", "2", "--rate", "50mbit", "--methods", "dense", "--logs", mark, "--max-steps", "500"]
+    process = subprocess.Popen(
+        [THINWIRE, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    log = tmp_path / mark / "dense-0.jsonl"
+    until = time.monotonic() + 80
+    while time.monotonic() < until and (not log.exists() or log.read_text().count("\n") < 3):
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    workers = subprocess.run(["pgrep", "-f", "thinwire.race.worker"], capture_output=True, text=True).stdout.split()
+    mine = [pid for pid in workers if str(tmp_path) in os.readlink(f"/proc/{pid}/cwd")]
+    assert not mine
+    end = read_log(log).end
+    assert end is not None and end.reason == "interrupted"

@@ -1,0 +1,32 @@
+"""The default recipe: its data, and that a few steps of training learn something."""
+
+import torch
+
+from thinwire.recipes import get_recipe
+from thinwire.recipes.recipe import DataOrder, TensorSplit
+
+
+def test_the_data_is_split_once_and_for_all() -> None:
+    one, two = get_recipe("digits").load(None), get_recipe("digits").load(None)
+    assert (len(one.train), len(one.test)) == (1297, 500)
+    images, labels = one.train.batch([0, 1, 2])
+    assert images.shape == (3, 3, 16, 16)
+    assert torch.equal(images, two.train.batch([0, 1, 2])[0])
+    assert labels.dtype == torch.long
+    assert isinstance(one.test, TensorSplit)
+    assert isinstance(one.train, TensorSplit)
+    assert abs(float(one.train.inputs.mean())) < 1e-4
+    assert abs(float(one.train.inputs.std()) - 1) < 1e-4
+    assert sorted(set(one.test.labels.tolist())) == list(range(10))
+
+
+def test_it_learns() -> None:
+    recipe = get_recipe("digits")
+    splits, model = recipe.load(None), recipe.build(0)
+    optimizer = recipe.optimizer(model)
+    order = DataOrder(len(splits.train), batch=4 * recipe.defaults.batch, workers=1, seed=0)
+    for step in range(40):
+        optimizer.zero_grad()
+        recipe.loss(model, splits.train.batch(order.at(step, 0))).backward()
+        optimizer.step()
+    assert recipe.evaluate(model, splits.test) > 0.7
