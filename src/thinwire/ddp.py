@@ -5,30 +5,32 @@ the link that is attached, or to DDP's own all-reduce. (No `from __future__ impo
 hook's annotations.)
 """
 
+import copy
 import datetime
 import logging
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.buckets import Job
 from thinwire.codec.codec import Codec
 from thinwire.codec.memory import MomentumResidual
 from thinwire.codec.presets import codec_for
 from thinwire.codec.vectors import DTYPES
 from thinwire.errors import LinkError
-from thinwire.exchange.agree import check_agreement
+from thinwire.exchange.agree import agreed
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import NAMES, choose_exchange
-from thinwire.link import Job, Link
+from thinwire.link import Link
 from thinwire.units import UnitWatch
 
 _log = logging.getLogger("thinwire")
@@ -39,26 +41,35 @@ class _Dispatcher:
 
     def __init__(self, model: DistributedDataParallel, names: dict[int, str]) -> None:
         self.link: Link | None = None
-        self.units: UnitWatch | None = None
         self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
-        self._begins = True
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        link, begins = self.link, self._begins
-        self._begins = bucket.is_last()
+        link, buffer, begins = self.link, bucket.buffer(), bucket.index() == 0
         if link is None:
-            return default_hooks.allreduce_hook(self._group, bucket)
+            return self._all_reduce(buffer)
         if self.on_last_bucket is not None and bucket.is_last():
             self.on_last_bucket()
-        buffer = bucket.buffer()
         gradients = {
             self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
         }
-        factors = self.units.factors() if begins and self.units is not None else {}
+        factors = link.units.factors() if begins else {}
         job = Job(buffer, gradients, bucket.is_last(), begins, factors, _ready(buffer))
         return link.submit(job).then(_unwrap)
+
+    def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+        """What DDP does without a hook, to the bit: multiplied, not divided."""
+        buffer.mul_(1.0 / self._group.size())
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: buffer)
+        return future
+
+    def release(self, link: Link) -> None:
+        """Forget a link, if it is still the one that is attached."""
+        if self.link is link:
+            self.link = None
 
 
 def _unwrap(future: torch.futures.Future[Any]) -> Tensor:
@@ -100,47 +111,73 @@ def attach(
     timeout: seconds after which a silent peer is an error; default is the process group's.
     on_last_bucket: called when a backward pass has filled its last bucket, to tell computing from waiting.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"attach takes a DistributedDataParallel model, not {type(model).__name__}: wrap it as DDP(model) first"
-        )
-    made = codec_for(codec)
-    parameters = _parameters(model)
-    _check_model(model, parameters)
-    _check_momentum(made, optimizer)
-    dispatcher = _dispatcher(model, parameters)
-    if dispatcher.link is not None:
-        raise LinkError("this model is attached already; call detach() on its link first")
-    sizes = {name: p.numel() for name, p in parameters.items()}
-    device = next(iter(parameters.values())).device
-    limit = datetime.timedelta(seconds=timeout) if timeout is not None else _timeout(model.process_group)
-    channel = Channel(_new_group(model.process_group, None, limit), device)
-    chosen, why = _exchange(exchange, made, sizes, channel.world)
-    check_agreement(channel, _description(made, chosen, parameters))
+    ddp = _checked(model)
+    if check_every < 0 or (timeout is not None and timeout <= 0):
+        raise ValueError("check_every counts steps from 0 (never) and timeout is a number of seconds above 0")
+    parameters = _parameters(ddp)
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    limit = datetime.timedelta(seconds=timeout) if timeout is not None else _timeout(ddp.process_group)
+    channel = Channel(_new_group(ddp.process_group, None, limit), device)
+
+    def prepare() -> _Plan:
+        made = codec_for(codec)
+        _check_model(ddp, parameters)
+        _check_momentum(made, optimizer)
+        sizes = {name: p.numel() for name, p in parameters.items()}
+        chosen, why = _exchange(exchange, made, sizes, channel.world)
+        return _Plan(_dispatcher(ddp, parameters), made, chosen, why, sizes)
+
+    def describe(plan: _Plan) -> dict[str, Any]:
+        return _description(plan, parameters, check_every)
 
     def groups(members: list[list[int]]) -> list[Channel]:
-        made_groups = [_new_group(model.process_group, ranks, limit) for ranks in members]
+        made_groups = [_new_group(ddp.process_group, ranks, limit) for ranks in members]
         return [
             Channel(group, device) if channel.rank in ranks else channel
             for group, ranks in zip(made_groups, members, strict=True)
         ]
 
-    chosen.setup(channel, made, sizes, groups)
+    plan = agreed(channel, prepare, describe)
+    plan.exchange.setup(channel, plan.codec, plan.sizes, groups)
     link = Link(
         parameters,
-        made,
-        chosen,
+        plan.codec,
+        plan.exchange,
         channel,
-        why=why,
+        why=plan.why,
         check_every=check_every,
-        on_detach=lambda: setattr(dispatcher, "link", None),
+        units=UnitWatch(parameters, optimizer, scaler),
+        on_detach=plan.dispatcher.release,
     )
-    dispatcher.link = link
-    dispatcher.units = UnitWatch(parameters, optimizer, scaler)
-    dispatcher.on_last_bucket = on_last_bucket
+    plan.dispatcher.link = link
+    plan.dispatcher.on_last_bucket = on_last_bucket
     if channel.rank == 0:
-        _log.info("%r attached; %s", link, why)
+        _log.info("%r attached; %s", link, plan.why)
     return link
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a rank would attach."""
+
+    dispatcher: _Dispatcher
+    codec: Codec
+    exchange: Exchange
+    why: str
+    sizes: dict[str, int]
+
+
+def _checked(model: nn.Module) -> DistributedDataParallel:
+    if isinstance(model, DistributedDataParallel):
+        return model
+    kind = type(model).__name__
+    if "FSDP" in kind or "FullyShardedDataParallel" in kind:
+        raise TypeError(
+            f"{kind} shards parameters and gradients, which no replica has whole: thinwire takes DDP models"
+        )
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        raise TypeError("attach to the DDP model before torch.compile wraps it")
+    raise TypeError(f"attach takes a DistributedDataParallel model, not {kind}: wrap it as DDP(model) first")
 
 
 def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
@@ -149,8 +186,12 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 def _check_model(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
-    if not parameters:
-        raise ValueError("the model has no parameter that requires a gradient")
+    wrapped = model._get_ddp_logging_data().get("num_parameter_tensors", len(parameters))
+    if wrapped != len(parameters):
+        raise ValueError(
+            f"DDP was made for {wrapped} parameters and {len(parameters)} require gradients now: "
+            "after freezing or unfreezing wrap the model in DDP again, then attach"
+        )
     for name, p in parameters.items():
         if p.dtype not in DTYPES:
             raise ValueError(f"{name} is {p.dtype}: thinwire takes float32, float16 and bfloat16 parameters")
@@ -175,6 +216,8 @@ def _check_momentum(codec: Codec, optimizer: torch.optim.Optimizer | None) -> No
 def _dispatcher(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> _Dispatcher:
     found = getattr(model, "_thinwire_dispatcher", None)
     if isinstance(found, _Dispatcher):
+        if found.link is not None:
+            raise LinkError("this model is attached already; call detach() on its link first")
         return found
     dispatcher = _Dispatcher(model, {id(p): name for name, p in parameters.items()})
     try:
@@ -187,7 +230,7 @@ def _dispatcher(model: DistributedDataParallel, parameters: dict[str, Tensor]) -
 
 def _exchange(what: Exchange | str | None, codec: Codec, sizes: dict[str, int], world: int) -> tuple[Exchange, str]:
     if isinstance(what, Exchange):
-        return what, "as asked"
+        return copy.deepcopy(what), "as asked"  # the user's own may serve several links
     if what is None:
         return choose_exchange(codec, sizes, world)
     if what not in NAMES:
@@ -195,11 +238,18 @@ def _exchange(what: Exchange | str | None, codec: Codec, sizes: dict[str, int], 
     return NAMES[what](), "as asked"
 
 
-def _description(codec: Codec, exchange: Exchange, parameters: dict[str, Tensor]) -> dict[str, Any]:
+def _description(plan: _Plan, parameters: dict[str, Tensor], check_every: int) -> dict[str, Any]:
     # Addresses of functions differ between processes that run the same program.
-    plain = re.sub(r" at 0x[0-9a-f]+", "", f"{codec!r} over {exchange!r}")
-    shapes = [[name, str(list(p.shape)), str(p.dtype)] for name, p in parameters.items()]
-    return {"version": thinwire.__version__, "codec": plain, "parameters": shapes}
+    def plain(what: object) -> str:
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(what))
+
+    return {
+        "version": thinwire.__version__,
+        "parameters": [[name, str(list(p.shape)), str(p.dtype)] for name, p in parameters.items()],
+        "codec": plain(plan.codec),
+        "exchange": plain(plan.exchange),
+        "check_every": check_every,
+    }
 
 
 def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
@@ -216,7 +266,8 @@ def _new_group(parent: dist.ProcessGroup, ranks: list[int] | None, limit: dateti
     """A group of some of the parent's ranks; every rank of the world that has the parent must call it."""
     members = dist.get_process_group_ranks(parent)
     chosen = members if ranks is None else [members[r] for r in ranks]
+    backend = dist.get_backend(parent)
     group: dist.ProcessGroup = dist.new_group(
-        chosen, timeout=limit, backend=dist.get_backend(parent), use_local_synchronization=True
+        chosen, timeout=limit, backend=backend, use_local_synchronization=backend != "mpi"
     )
     return group

@@ -5,37 +5,30 @@ collectives can never cross; the backward pass goes on meanwhile.
 """
 
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire import _native
+from thinwire.buckets import Job, Opened, all_zero
 from thinwire.codec.codec import Codec
-from thinwire.codec.vectors import DTYPES
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel
-from thinwire.replicas import check_replicas, silent_ranks
-from thinwire.states import load_link_state, mean_link_state
+from thinwire.replicas import check_replicas, gather_reasons
+from thinwire.states import load_link_state, mean_link_state, without_strangers
 from thinwire.stats import Stats
+from thinwire.units import UnitWatch
 
-
-@dataclass(frozen=True)
-class Job:
-    """One bucket on its way: its gradients are views of the buffer, which receives the mean."""
-
-    buffer: Tensor
-    gradients: dict[str, Tensor]
-    last: bool
-    begins_step: bool
-    factors: dict[str, float] = field(default_factory=dict)  # by which memories are rescaled before the step
-    ready: Callable[[], None] = lambda: None
+Item = tuple[Job, "torch.futures.Future[Any]"]
 
 
 class Link:
@@ -50,22 +43,31 @@ class Link:
         *,
         why: str = "",
         check_every: int = 0,
-        on_detach: Callable[[], None] = lambda: None,
+        units: UnitWatch | None = None,
+        on_detach: Callable[["Link"], None] = lambda link: None,
     ) -> None:
         self.codec = codec
         self.exchange = exchange
         self.why = why
         self.step = 0
+        self.units = units if units is not None else UnitWatch(parameters)
         self._parameters = parameters
         self._channel = channel
         self._check_every = check_every
         self._on_detach = on_detach
         self._stats = Stats()
         self._outcomes: list[Outcome] = []
+        self._spoiled = False  # whether the step under way will be skipped
+        self._waiting: list[Item] = []
+        # Names exchanged together: so far in this step, in the one before, and when a loaded state was saved.
+        self._groups_now: list[list[str]] = []
+        self._groups_before: list[list[str]] = []
+        self._resumed: list[list[str]] | None = None
         self._failure: LinkError | None = None
-        self._jobs: queue.Queue[tuple[Job, torch.futures.Future[Any]] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name="thinwire-link", daemon=True)
-        self._thread.start()
+        self._jobs: queue.Queue[Item | None] = queue.Queue()
+        # The thread must not keep a link alive that nobody holds any more: it ends when the link is collected.
+        weakref.finalize(self, self._jobs.put, None)
+        threading.Thread(target=_work, args=(self._jobs, weakref.ref(self)), name="thinwire-link", daemon=True).start()
 
     def __repr__(self) -> str:
         total = sum(p.numel() for p in self._parameters.values())
@@ -87,58 +89,99 @@ class Link:
         self._jobs.put((job, future))
         return future
 
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, future = item
+    def _take(self, job: Job, future: "torch.futures.Future[Any]") -> None:
+        """Work on one bucket, or pass on why not; whatever it is, the backward pass that waits must hear of it."""
+        if job.begins_step:
+            self._waiting.clear()
+        self._waiting.append((job, future))
+        if self._resumed is not None and not job.last and self._failure is None:
+            return
+        jobs = [waiting for waiting, _ in self._waiting]
+        error: Exception | None = None
+        if self._failure is None:
             try:
-                if self._failure is not None:
-                    raise self._failure
-                self._run(job)
-                future.set_result(job.buffer)
-            except Exception as error:  # whatever it is, the backward pass that waits must hear of it
-                self._failure = error if isinstance(error, LinkError) else self._describe(error)
-                future.set_result(self._failure)
-            self._jobs.task_done()
+                self._run(jobs)
+            except Exception as caught:
+                error = caught.with_traceback(None)  # its frames hold the process group, which must be let go
+        if error is not None:
+            self._failure = error if isinstance(error, LinkError) else self._describe(error)
+        for waiting, answer in self._waiting:
+            answer.set_result(waiting.buffer if self._failure is None else self._failure)
+        self._waiting.clear()
 
     def _describe(self, error: Exception) -> LinkError:
-        silent = silent_ranks(self._channel, self.step)
-        who = f"; no sign of rank {', '.join(map(str, silent))}" if silent else ""
-        text = " ".join(str(error).split())
-        return LinkError(f"rank {self._channel.rank}, step {self.step}: the exchange failed{who}: {text}")
+        """One sentence: who, when, and whose fault it is as far as the ranks that are left can tell."""
+        text = re.sub(r"^\[[^\]]*\] *", "", " ".join(str(error).split()))  # without the backend's source line
+        own = "" if isinstance(error, RuntimeError) else text  # collectives raise RuntimeErrors
+        where = f"rank {self._channel.rank}, step {self.step}"
+        for channel in {self._channel, *self.exchange.channels()}:
+            channel.abort()
+        reasons = gather_reasons(self._channel, self.step, own)
+        if own:
+            return LinkError(f"{where}: {own}")
+        for rank, reason in reasons.items():
+            if reason:
+                return LinkError(f"{where}: rank {rank} failed: {reason}")
+        silent = [str(rank) for rank, reason in reasons.items() if reason is None]
+        who = f"; no sign of rank {', '.join(silent)}" if silent else ""
+        return LinkError(f"{where}: the exchange failed{who}: {text}")
 
-    def _run(self, job: Job) -> None:
-        job.ready()
+    def _run(self, jobs: list[Job]) -> None:
+        """One bucket; in the first step after a resumption all of them, regrouped as they were when saved."""
+        for job in jobs:
+            job.ready()
         began = time.thread_time()
-        if job.begins_step:
-            for name, factor in job.factors.items():
-                self.codec.rescale(factor, [name])
-            if self._check_every and self.step and self.step % self._check_every == 0:
-                check_replicas(self._channel, self._parameters, self.step)
-        direct = job.buffer.device.type == "cpu" and job.buffer.dtype == torch.float32
-        flat = job.buffer if direct else torch.empty(job.buffer.numel())
-        outs = list(torch.split(flat, [g.numel() for g in job.gradients.values()]))
-        # A parameter without a gradient took no part here: DDP may drop what we would send for it.
-        hold = frozenset(name for name, g in job.gradients.items() if _all_zero(g))
-        outcome = self.exchange.mean(Bucket(job.gradients, outs, self.step, hold))
-        if outcome.non_finite:
-            flat.fill_(torch.nan)
-        if not direct:
-            job.buffer.copy_(flat)
-            if job.buffer.is_cuda:
-                torch.cuda.current_stream(job.buffer.device).synchronize()
-        self._outcomes.append(outcome)
-        self._stats.note(outcome, job.gradients, hold, time.thread_time() - began)
-        if job.last:
+        if jobs[0].begins_step:
+            self._begin_step(jobs[0])
+        opened = [Opened(job) for job in jobs]
+        gradients = {name: g for job in jobs for name, g in job.gradients.items()}
+        outs = {name: out for one in opened for name, out in one.outs.items()}
+        for names in self._groups(jobs):
+            self._mean({name: gradients[name] for name in names}, [outs[name] for name in names])
+        for one in opened:
+            self._spoiled |= one.close()
+        self._stats.spent(time.thread_time() - began)
+        if jobs[-1].last:
             self._end_step()
+
+    def _begin_step(self, job: Job) -> None:
+        self._outcomes.clear()
+        self._groups_now.clear()
+        self._spoiled = False
+        for name, factor in job.factors.items():
+            self.codec.rescale(factor, [name])
+        if self._check_every and self.step and self.step % self._check_every == 0:
+            check_replicas(self._channel, self._parameters, self.step)
+
+    def _groups(self, jobs: list[Job]) -> list[list[str]]:
+        """The names that are exchanged together: DDP's buckets, or the saved ones if they hold the same names."""
+        groups = [list(job.gradients) for job in jobs]
+        saved, self._resumed = self._resumed, None
+        if saved and sorted(chain(*saved)) == sorted(chain(*groups)):
+            groups = saved
+        self._groups_now += groups
+        return groups
+
+    def _mean(self, gradients: dict[str, Tensor], outs: list[Tensor]) -> None:
+        # A parameter without a gradient took no part here: DDP may drop what we would send for it.
+        hold = frozenset(name for name, g in gradients.items() if all_zero(g))
+        outcome = self.exchange.mean(Bucket(gradients, outs, self.step, hold))
+        if outcome.non_finite:
+            self._spoiled = True
+            for out in outs:
+                out.fill_(torch.nan)
+        self._outcomes.append(outcome)
+        self._stats.note(outcome, gradients, hold)
 
     def _end_step(self) -> None:
         """A step with a non-finite gradient will be skipped by everybody: take back what it made known."""
-        if any(outcome.non_finite for outcome in self._outcomes):
+        if self._spoiled:
             for outcome in self._outcomes:
                 if outcome.undo is not None:
                     outcome.undo()
             self._stats.skipped += 1
         self._outcomes.clear()
+        self._groups_before = list(self._groups_now)
         self.step += 1
         self._stats.end_step(self.exchange.channels())
 
@@ -161,8 +204,7 @@ class Link:
     def detach(self) -> None:
         """Give the model back to DDP's own all-reduce. The memory stays readable through `state_dict`."""
         self.wait()
-        self._on_detach()
-        self._jobs.put(None)
+        self._on_detach(self)
 
     def __enter__(self) -> "Link":
         return self
@@ -170,8 +212,12 @@ class Link:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._failure is None:
-            self.detach()
+        self.detach()
+
+    @property
+    def gathered(self) -> "GatheredLink":
+        """The link as frameworks want it that save one file: `state_dict()` is the mean of all ranks'."""
+        return GatheredLink(self)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """This rank's memory by parameter name; with `gather` the mean of all ranks' (call it on all of them).
@@ -183,27 +229,53 @@ class Link:
             "version": 1,
             "world_size": self._channel.world,
             "rank": self._channel.rank,
+            "weight": self.exchange.weight(),
             "step": self.step,
             "codec": self.codec.state_dict(),
-            "exchange": self.exchange.state_dict(),
+            "exchange": {repr(self.exchange): self.exchange.state_dict()},
+            "units": self.units.state_dict(),
+            "buckets": self._groups_before,
         }
-        return mean_link_state(self._channel, state) if gather else state
+        if not gather:
+            return state
+        return mean_link_state(self._channel, state, self._parameters, self.codec.memory.slots)
 
-    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Take over a saved state: this rank's own, a gathered one, or the list of all ranks'.
 
         With another number of workers than at saving, give a gathered state or all ranks' states: every rank
-        then starts from their mean, so the mean residual is what it was.
+        then starts from their mean, so the mean residual is what it was. `strict=False` leaves out memories of
+        parameters that are not in training here. Raises ValueError and changes nothing if the state does not fit.
         """
         self.wait()
-        mine = load_link_state(state, self._channel.rank, self._channel.world, self._parameters)
+        channel = self._channel
+        known = state if strict else without_strangers(state, self._parameters)
+        mine = load_link_state(known, channel.rank, channel.world, self.exchange.weight(), self._parameters)
         self.codec.load_state_dict(mine["codec"])
-        if mine["exchange"]:
-            self.exchange.load_state_dict(mine["exchange"])
+        self.exchange.load_state_dict(mine["exchange"].get(repr(self.exchange), {}))
+        self.units.load_state_dict(mine["units"])
         self.step = int(mine["step"])
+        # DDP begins with other buckets than it had: regrouping its first step makes it that of an unbroken run.
+        self._resumed = [list(names) for names in mine["buckets"]] or None
 
 
-def _all_zero(gradient: Tensor) -> bool:
-    if gradient.device.type != "cpu":
-        return not bool(gradient.any())
-    return gradient.is_contiguous() and _native.all_zero(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel())
+@dataclass(frozen=True)
+class GatheredLink:
+    """A link whose saved state is the same on every rank; `state_dict` is a collective: call it on all ranks."""
+
+    link: Link
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.link.state_dict(gather=True)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.link.load_state_dict(state)
+
+
+def _work(jobs: "queue.Queue[Item | None]", link: "weakref.ref[Link]") -> None:
+    while (item := jobs.get()) is not None:
+        owner = link()
+        if owner is not None:
+            owner._take(*item)
+        del owner, item
+        jobs.task_done()

@@ -25,25 +25,29 @@ def check_replicas(channel: Channel, parameters: Mapping[str, Tensor], step: int
     """Raise on all ranks if any parameter differs between them, naming the rank and the parameter."""
     mine = torch.tensor([checksum(p) for p in parameters.values()], dtype=torch.int64)
     everybody = torch.stack([m.clone().view(torch.int64) for m in channel.all_gather(mine.view(torch.uint8))])
-    usual = everybody.mode(dim=0).values
+    usual, _ = everybody.mode(dim=0)
     differing = (everybody != usual).nonzero().tolist()
     if differing:
         rank, place = differing[0]
-        name = list(parameters)[place]
-        raise LinkError(f"step {step}: rank {rank} holds another {name} than the others; the replicas have diverged")
+        name, count = list(parameters)[place], sum(1 for r, _ in differing if r == rank)
+        what = f"{name} and {count - 1} more" if count > 1 else name
+        # Between two ranks nobody can say which of them went astray.
+        who = f"rank {rank} holds another {what} than the others" if channel.world > 2 else f"ranks differ in {what}"
+        raise LinkError(f"step {step}: {who}; the replicas have diverged")
 
 
-def silent_ranks(channel: Channel, step: int, patience: float = 2.0) -> list[int]:
-    """After a failure: the ranks that do not report it too within a moment, by the rendezvous store."""
+def gather_reasons(channel: Channel, step: int, reason: str, patience: float = 2.0) -> dict[int, str | None]:
+    """After a failure: every rank's own reason ("" if it only suffered), None for ranks that keep silent.
+
+    By the rendezvous store, because the process group is broken; empty if the store is gone too.
+    """
     try:
         store = dist.distributed_c10d._get_default_store()
-        key = f"thinwire/failed/{channel.group.group_name}/{step}/"
-        store.set(f"{key}{channel.rank}", "here")
-        missing = set(range(channel.world))
+        keys = [f"thinwire/failed/{channel.name}/{step}/{rank}" for rank in range(channel.world)]
+        store.set(keys[channel.rank], f"-{reason}")
         until = time.monotonic() + patience
-        while missing and time.monotonic() < until:
-            missing = {rank for rank in missing if not store.check([f"{key}{rank}"])}
+        while not store.check(keys) and time.monotonic() < until:
             time.sleep(0.05)
-        return sorted(missing)
+        return {r: store.get(key).decode()[1:] if store.check([key]) else None for r, key in enumerate(keys)}
     except (RuntimeError, ValueError):  # the store died with its rank: nobody can be named
-        return []
+        return {}

@@ -25,51 +25,86 @@ def merge_states(states: Sequence[LinkState]) -> LinkState:
     steps = {state["step"] for state in states}
     if len(steps) > 1:
         raise ValueError(f"the states are of different steps ({sorted(steps)}): they are not of one checkpoint")
+    ranks = sorted(-1 if state["rank"] is None else int(state["rank"]) for state in states)
+    if ranks != list(range(states[0]["world_size"] or 0)):
+        raise ValueError(
+            f"these are the states of ranks {ranks}, of {states[0]['world_size']} that saved theirs: "
+            "give each rank's state once"
+        )
     memory: dict[str, dict[str, Tensor]] = {}
-    for state in states:
+    for state in sorted(states, key=lambda s: int(s["rank"])):
+        share = state["weight"] / len(states)
         for name, slots in state["codec"]["memory"].items():
             for slot, tensor in slots.items():
                 into = memory.setdefault(name, {})
-                into[slot] = into[slot] + tensor.cpu() if slot in into else tensor.cpu().clone()
-    for slots in memory.values():
-        for tensor in slots.values():
-            tensor /= len(states)
-    codec = {**states[0]["codec"], "memory": memory, "selection": {}}
-    return {**states[0], "world_size": None, "rank": None, "codec": codec, "exchange": {}}
+                into[slot] = into[slot] + share * tensor.cpu() if slot in into else share * tensor.cpu()
+    return _shared(states[0], memory)
 
 
-def mean_link_state(channel: Channel, state: LinkState) -> LinkState:
+def _shared(state: LinkState, memory: dict[str, dict[str, Tensor]]) -> LinkState:
+    """The state that every rank may start from."""
+    codec = {**state["codec"], "memory": memory, "selection": {}}
+    return {**state, "world_size": None, "rank": None, "weight": None, "codec": codec, "exchange": {}, "buckets": []}
+
+
+def mean_link_state(
+    channel: Channel, state: LinkState, parameters: Mapping[str, Tensor], slots: Sequence[str]
+) -> LinkState:
     """The same over a process group: one reduction per tensor, so that no rank holds all memories."""
-    merged = merge_states([state])
-    memory: dict[str, dict[str, Tensor]] = merged["codec"]["memory"]
-    for slots in memory.values():
-        for slot, tensor in slots.items():
-            on_device = tensor.to(channel.device) / channel.world
-            channel.all_reduce(on_device)
-            slots[slot] = on_device.cpu()
-    return merged
+    mine = state["codec"]["memory"]
+    memory: dict[str, dict[str, Tensor]] = {}
+    # Ranks may have opened memories in different orders, or not at all: the parameters' order is everybody's.
+    for name, parameter in parameters.items():
+        for slot in slots:
+            held = mine.get(name, {}).get(slot)
+            share = torch.zeros(parameter.numel()) if held is None else held.cpu() * (state["weight"] / channel.world)
+            share = share.to(channel.device)
+            channel.all_reduce(share)
+            memory.setdefault(name, {})[slot] = share.cpu()
+    return _shared(state, memory)
 
 
 def load_link_state(
-    state: LinkState | Sequence[LinkState], rank: int, world: int, parameters: Mapping[str, Tensor]
+    state: LinkState | Sequence[LinkState], rank: int, world: int, weight: int, parameters: Mapping[str, Tensor]
 ) -> LinkState:
     """What this rank takes over; ValueError says what does not fit and what to give instead."""
+    for given in [state] if isinstance(state, dict) else state:
+        if not isinstance(given, dict) or given.get("version") != 1:
+            version = given.get("version") if isinstance(given, dict) else given
+            raise ValueError(f"the link's state has version {version!r}, this thinwire reads 1")
     if not isinstance(state, dict):
-        states = sorted(state, key=lambda s: int(s["rank"]))
-        if len(states) != states[0]["world_size"]:
-            raise ValueError(f"{len(states)} states were given, but {states[0]['world_size']} ranks saved them")
-        state = states[rank] if len(states) == world else merge_states(states)
-    if state.get("version") != 1:
-        raise ValueError(f"the link's state has version {state.get('version')!r}, this thinwire reads 1")
-    if state["world_size"] not in (None, world):
+        merged = merge_states(state)
+        own = next((s for s in state if s["rank"] == rank), None)
+        # Another number of workers, or an exchange that keeps memories elsewhere: only the mean can be taken over.
+        fits = len(state) == world and own is not None and own["weight"] == weight
+        state = own if fits and own is not None else merged
+    if state["rank"] is not None and (state["world_size"], state["rank"], state["weight"]) != (world, rank, weight):
         raise ValueError(
-            f"the state was saved by one of {state['world_size']} ranks and there are {world} now: "
-            "load the list of all ranks' states, or one made with state_dict(gather=True)"
+            f"the state is that of rank {state['rank']} of {state['world_size']} and this is rank {rank} of {world}, "
+            "or its exchange kept memories elsewhere: load the list of all ranks' states, or one made with "
+            "state_dict(gather=True)"
         )
     for name, slots in state["codec"]["memory"].items():
         if name not in parameters:
-            raise ValueError(f"the state holds a memory for {name!r}, which this model does not have")
+            raise ValueError(
+                f"the state holds a memory for {name!r}, which is not a parameter in training here; "
+                "strict=False leaves it out"
+            )
         for tensor in slots.values():
             if tensor.numel() != parameters[name].numel() or not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{name}: the saved memory has another size, or is not finite")
     return state
+
+
+def without_strangers(
+    state: LinkState | Sequence[LinkState], parameters: Mapping[str, Tensor]
+) -> LinkState | list[LinkState]:
+    """The state, or states, without memories of parameters that are not in training here."""
+    if not isinstance(state, dict):
+        return [_known(s, parameters) for s in state]
+    return _known(state, parameters)
+
+
+def _known(state: LinkState, parameters: Mapping[str, Tensor]) -> LinkState:
+    memory = {name: slots for name, slots in state["codec"]["memory"].items() if name in parameters}
+    return {**state, "codec": {**state["codec"], "memory": memory}}

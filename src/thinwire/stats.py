@@ -42,15 +42,18 @@ class Stats:
     _now: Counters = field(default_factory=Counters)
     _seen: tuple[int, int, float, float] = (0, 0, 0.0, 0.0)
 
-    def note(self, outcome: Outcome, gradients: Mapping[str, Tensor], hold: frozenset[str], cpu: float) -> None:
+    def note(self, outcome: Outcome, gradients: Mapping[str, Tensor], hold: frozenset[str]) -> None:
         """One bucket."""
         now = self._now
         now.entries += sum(outcome.counts.values())
         now.elements += sum(g.numel() for name, g in gradients.items() if name not in hold)
         now.compress += outcome.compress
         now.decode += outcome.decode
-        now.cpu += cpu
         self.per_parameter.update(outcome.counts)
+
+    def spent(self, cpu: float) -> None:
+        """Seconds that the link's thread computed, collectives included; they are taken off in the end."""
+        self._now.cpu += cpu
 
     def end_step(self, channels: Sequence[Channel]) -> None:
         """The step's buckets are all counted."""

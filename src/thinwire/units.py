@@ -14,7 +14,7 @@ class UnitWatch:
     """Compares rates and loss scale with those of the step before."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, scaler: Any = None
+        self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None = None, scaler: Any = None
     ) -> None:
         self._names = {id(p): name for name, p in parameters.items()}
         self._optimizer = optimizer
@@ -50,3 +50,16 @@ class UnitWatch:
                 factors[name] = factor
         self._rates, self._scale = rates, scale
         return factors
+
+    def state_dict(self) -> dict[str, Any]:
+        """The units of the memory as it is; the scaler and the optimizer may have moved on already."""
+        scale = self._scale if self._scaler is not None else None
+        return {"scale": scale, "rates": dict(self._rates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The memory that was loaded is in these units; the next step converts it to the present ones."""
+        if self._scaler is not None and state.get("scale") is not None:
+            self._scale = float(state["scale"])
+        if self._optimizer is not None:
+            known = {name: float(rate) for name, rate in state.get("rates", {}).items() if name in self._rates}
+            self._rates = {**self._rates, **known}

@@ -7,16 +7,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
+from thinwire.replicas import checksum
 
 
 class Net(nn.Module):
-    """About 30,000 parameters in tensors large and small: several buckets at a bucket size of 40 kB."""
+    """About 50,000 parameters: several buckets at 40 kB, one tensor that ScatterReduce cuts up, small ones too."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2 * width),
-            nn.ReLU(), nn.Linear(2 * width, 4)
+            nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4 * width),
+            nn.ReLU(), nn.Linear(4 * width, 4)
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -24,12 +25,13 @@ class Net(nn.Module):
         return out
 
 
-BUCKET_MB = 0.04
+# Megabytes per bucket, by the number of buckets that they give after the first step.
+BUCKETS = {1: 25.0, 2: 0.04, 3: 0.01, 4: 0.005}
 
 
-def make(seed: int = 0, *, bucket_mb: float = BUCKET_MB, **options: Any) -> DDP:
+def make(seed: int = 0, *, buckets: int = 4, **options: Any) -> DDP:
     torch.manual_seed(seed)
-    return DDP(Net(), bucket_cap_mb=bucket_mb, **options)
+    return DDP(Net(), bucket_cap_mb=BUCKETS[buckets], **options)
 
 
 def batch(rank: int, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
@@ -38,30 +40,63 @@ def batch(rank: int, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
     return x, (x[:, :4] * 2.0 + x[:, 4:8]).argmax(1)
 
 
-def train(model: DDP, rank: int, steps: range, optimizer: torch.optim.Optimizer) -> float:
-    loss = torch.zeros(())
+def train(model: nn.Module, rank: int, steps: range, optimizer: torch.optim.Optimizer) -> None:
     for step in steps:
         x, y = batch(rank, step)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
+        nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    return float(loss)
+
+
+def accuracy(model: nn.Module) -> float:
+    x, y = batch(99, 99, 1024)
+    with torch.no_grad():
+        return float((model(x).argmax(1) == y).float().mean())
 
 
 def digest(model: nn.Module) -> list[int]:
-    from thinwire.replicas import checksum
-
     return [checksum(p) for p in model.parameters()]
 
 
-def replicas(rank: int, codec: Any, exchange: Any, steps: int) -> tuple[list[int], int, float]:
-    """Train; return checksums, the number of buckets and the accuracy."""
-    model = make()
+def buckets_of(model: DDP) -> tuple[int, int]:
+    """The number of buckets at the first step, and after they were rebuilt."""
+    data = model._get_ddp_logging_data()
+    return len(data["bucket_sizes"].split(",")), len([s for s in data["rebuilt_bucket_sizes"].split(",") if s.strip()])
+
+
+def replicas(rank: int, codec: Any, exchange: Any, steps: int, buckets: int = 4) -> tuple[list[int], int, float]:
+    """Train; return checksums, the number of buckets after the first step, and the accuracy."""
+    model = make(buckets=buckets)
     link = tw.attach(model, codec, exchange=exchange)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, rank, range(steps), optimizer)
-    x, y = batch(99, 99, 512)
-    accuracy = float((model(x).argmax(1) == y).float().mean())
-    jobs = len(link._stats.per_parameter)
-    return digest(model), jobs, accuracy
+    train(model, rank, range(steps), torch.optim.SGD(model.parameters(), lr=0.1))
+    link.detach()
+    return digest(model), buckets_of(model)[1], accuracy(model)
+
+
+def presets(rank: int, names: list[str], exchange: str, steps: int) -> dict[str, tuple[list[int], int, float]]:
+    """The same for many presets in one process group."""
+    return {name: replicas(rank, name, exchange, steps) for name in names}
+
+
+def dense(rank: int, steps: int) -> float:
+    """The accuracy of plain DDP."""
+    model = make()
+    train(model, rank, range(steps), torch.optim.SGD(model.parameters(), lr=0.1))
+    return accuracy(model)
+
+
+def converge(rank: int, names: list[str | None], steps: int, rate: float = 0.2) -> dict[str | None, float]:
+    """The accuracy that each preset reaches while the learning rate falls to zero; None stands for plain DDP."""
+    reached = {}
+    for name in names:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
+        link = tw.attach(model, name, optimizer=optimizer) if name else None
+        for step in range(steps):
+            train(model, rank, range(step, step + 1), optimizer)
+            schedule.step()
+        reached[name] = accuracy(model)
+        if link:
+            link.detach()
+    return reached

@@ -41,6 +41,7 @@ def encode_parts(
     opened = [open_writer(budget) for budget in budgets]
     reserves = _reserves(codec, batch, owned)
     native = codec.native_for(batch.vectors)
+    counts = [[0] * len(tensors) for _ in owned]
     for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
         entries = take_entries(vector, chosen, native=native)
         ranges = [(owner, p) for owner, pieces in enumerate(owned) for p in pieces if p.tensor == batch.sections[i]]
@@ -49,10 +50,13 @@ def encode_parts(
         sent = SentEntries(entries)
         for (owner, piece), low, high in zip(ranges, edges[::2], edges[1::2], strict=True):
             place = codec.place(batch, i, reserves[owner, piece.tensor])
-            sent.put(opened[owner][1], place, low, high)
+            counts[owner][piece.tensor] = sent.put(opened[owner][1], place, low, high)
         sent.leave(vector)
     codec.learn(batch)
-    return [Frame(buffer[: writer.finish(0)].clone()) for buffer, writer in opened]
+    return [
+        Frame(buffer[: writer.finish(0)].clone(), counts=tuple(sent))
+        for (buffer, writer), sent in zip(opened, counts, strict=True)
+    ]
 
 
 def _reserves(codec: Codec, batch: Batch, owned: Sequence[Sequence[Piece]]) -> dict[tuple[int, int], int]:

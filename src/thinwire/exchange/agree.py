@@ -4,12 +4,15 @@ Descriptions travel as JSON, never as pickles; all ranks see all descriptions, s
 """
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from thinwire.errors import LinkError
 from thinwire.exchange.channel import Channel
+
+T = TypeVar("T")
 
 
 def gather_json(channel: Channel, value: Any) -> list[Any]:
@@ -23,13 +26,23 @@ def gather_json(channel: Channel, value: Any) -> list[Any]:
     return [json.loads(m[:n].numpy().tobytes()) for m, n in zip(gathered, lengths, strict=True)]
 
 
-def check_agreement(channel: Channel, description: dict[str, Any]) -> None:
-    """Raise on all ranks if any rank describes itself differently from rank 0, naming the first difference."""
+def agreed(channel: Channel, prepare: Callable[[], T], describe: Callable[[T], dict[str, Any]]) -> T:
+    """What `prepare` makes, if all ranks can make it and describe it alike; otherwise all ranks raise."""
+    try:
+        made = prepare()
+        description = describe(made)
+    except Exception as error:
+        gather_json(channel, {"error": f"{error}"})  # the others wait for this rank: let them raise too
+        raise
     everybody = gather_json(channel, description)
+    for rank, other in enumerate(everybody):
+        if "error" in other:
+            raise LinkError(f"rank {rank} cannot attach: {other['error']}")
     for rank, other in enumerate(everybody):
         for key, value in everybody[0].items():
             if other.get(key) != value:
                 raise LinkError(f"rank {rank} differs from rank 0 in {_difference(key, value, other.get(key))}")
+    return made
 
 
 def _difference(key: str, ours: Any, theirs: Any) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from thinwire._native import SECTION_BYTES
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame
+from thinwire.codec.frame import BLOCK, Frame
 from thinwire.exchange.channel import Channel
 
 Groups = Callable[[list[list[int]]], list[Channel]]
@@ -62,6 +63,10 @@ class Exchange(ABC):
         """All channels whose traffic is this exchange's."""
         return []
 
+    def weight(self) -> int:
+        """How many ranks' gradients this rank's memory stands for: a mean of memories weighs it by that."""
+        return 1
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -72,31 +77,56 @@ class Exchange(ABC):
 class AgreedSizes:
     """Sizes of messages, per bucket, that every rank derives from what every rank has seen.
 
-    A message is a little larger than the largest of the step before, and grows quickly when one was full; entries
-    that do not fit wait in the memory.
+    A message is a little larger than the largest of late, and grows quickly when one was full; entries that do not
+    fit wait in the memory. It shrinks slowly, so that a step in which little was sent does not choke the next.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[str, list[int]] = {}
+        self._guessed: set[tuple[str, int]] = set()
+        self._used: dict[str, int] = {}
 
-    def get(self, key: str, first: Callable[[], list[int]]) -> list[int]:
+    def get(self, key: str, step: int, first: Callable[[], list[int]]) -> list[int]:
         """The sizes for a bucket; `first` guesses them before anything was seen."""
         if key not in self.sizes:
             self.sizes[key] = first()
+            self._guessed.update((key, place) for place in range(len(self.sizes[key])))
+        self._used[key] = step
         return self.sizes[key]
 
-    def learn(self, key: str, place: int, largest: int) -> None:
-        """Note the largest message of a step, which all ranks know."""
+    def learn(self, key: str, place: int, largest: int, slack: int) -> None:
+        """Note the largest message of a step, which all ranks know; a full one may lack `slack` bytes."""
         size = self.sizes[key][place]
-        full = largest > 0.97 * size
-        self.sizes[key][place] = int(size * 1.3) + 64 if full else int(largest * 1.06) + 64
+        floor = 0 if (key, place) in self._guessed else int(0.9 * size)
+        self._guessed.discard((key, place))
+        full = largest > 0.97 * (size - slack)
+        self.sizes[key][place] = int(size * 1.3) + slack if full else max(floor, int(largest * 1.06) + slack)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """The sizes of the last step's buckets; those of buckets that DDP has regrouped since are out of date."""
+        latest = max(self._used.values(), default=0)
+        return {key: list(self.sizes[key]) for key, step in self._used.items() if step == latest}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        self.sizes = {key: list(sizes) for key, sizes in state.items()}
+        self._guessed.clear()
+        self._used = dict.fromkeys(self.sizes, 0)
 
 
-def first_size(codec: Codec, numels: list[int], step: int, share: float = 1.0) -> int:
+def first_size(codec: Codec, numels: list[int], step: int) -> int:
     """A generous guess of a frame's size: 30 % more entries than expected."""
     counts = codec.expected_counts(numels, step)
-    many = [n if n == c else min(n, int(c * 1.3 * share) + 16) for n, c in zip(numels, counts, strict=True)]
-    return codec.frame_bound(numels, many)
+    many = [n if n == c else min(n, int(c * 1.3) + 16) for n, c in zip(numels, counts, strict=True)]
+    return codec.frame_bound(numels, many) + slack(codec, numels)
+
+
+def slack(codec: Codec, numels: list[int]) -> int:
+    """Bytes that an encoder keeps free for sections to come and then does not need.
+
+    A message must have them to spare, or its first tensors would never find room.
+    """
+    blocks = sum(-(-n // BLOCK) for n in numels if n < codec.min_numel)
+    return 64 + SECTION_BYTES * len(numels) + 2 * blocks
 
 
 def padded(frame: Frame, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 Everything is uint8 of a size that all ranks know beforehand: the one thing that every backend moves.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -10,12 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import LinkError
+
+# PyTorch is renaming it; the old name warns where the new one exists.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Channel:
     """A process group of its own, so that nobody else's collectives can come between ours."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        self.group = group
+        self._group: dist.ProcessGroup | None = group
+        self.name = group.group_name
         self.rank = group.rank()
         self.world = group.size()
         # Backends of GPUs move only GPU memory; frames themselves are made and read on the CPU.
@@ -25,24 +32,32 @@ class Channel:
         self.seconds = 0.0
         self.cpu = 0.0  # seconds that this thread computed inside collectives
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise LinkError("the link broke before, and its process group with it: attach again")
+        return self._group
+
     def all_gather(self, message: Tensor) -> list[Tensor]:
         """Everybody's message, in rank order; all are of one size."""
         size, began = message.numel(), _now()
         out = torch.empty(size * self.world, dtype=torch.uint8, device=self.device)
-        dist.all_gather_into_tensor(out, message.to(self.device), group=self.group)
+        _all_gather(out, message.to(self.device), group=self.group)
         self._count(size * (self.world - 1), size * (self.world - 1), began)
         return list(out.cpu().view(self.world, size).unbind()) if size else [message] * self.world
 
-    def all_to_all(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """messages[r] goes to rank r; what rank r sent here comes back in place r, in the size of messages[rank]."""
+    def all_to_all(self, messages: Sequence[Tensor], size: int) -> list[Tensor]:
+        """messages[r] goes to rank r; rank r's comes back in place r, `size` bytes long; the own stays as it is."""
         began = _now()
-        sizes = [m.numel() for m in messages]
-        mine = sizes[self.rank]
-        out = torch.empty(mine * self.world, dtype=torch.uint8, device=self.device)
-        together = torch.cat(list(messages)).to(self.device)
-        dist.all_to_all_single(out, together, [mine] * self.world, sizes, group=self.group)
-        self._count(sum(sizes) - mine, mine * (self.world - 1), began)
-        return list(out.cpu().view(self.world, mine).unbind())
+        sent = [0 if r == self.rank else m.numel() for r, m in enumerate(messages)]
+        expected = [0 if r == self.rank else size for r in range(self.world)]
+        out = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
+        together = torch.cat([m for r, m in enumerate(messages) if r != self.rank] or [out]).to(self.device)
+        dist.all_to_all_single(out, together, expected, sent, group=self.group)
+        self._count(sum(sent), sum(expected), began)
+        received = list(torch.split(out.cpu(), expected))
+        received[self.rank] = messages[self.rank]
+        return received
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum in place."""
@@ -66,6 +81,16 @@ class Channel:
         volume = tensor.numel() * tensor.element_size()
         here = self.rank == root
         self._count(volume * (self.world - 1) if here else 0, 0 if here else volume, began)
+
+    def abort(self) -> None:
+        """Break the connections, so that ranks which wait for this one hear of it; nothing can be sent any more."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+            group.abort()
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(group)  # Gloo closes its sockets with the last reference, which goes here
 
     def _count(self, sent: int, received: int, began: tuple[float, float]) -> None:
         self.sent += sent

@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
-from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
 from thinwire.exchange.channel import Channel
 
 
@@ -27,7 +27,7 @@ class Gather(Exchange):
 
     def mean(self, bucket: Bucket) -> Outcome:
         numels = bucket.numels
-        (size,) = self._sizes.get(bucket.key, lambda: [first_size(self._codec, numels, bucket.step)])
+        (size,) = self._sizes.get(bucket.key, bucket.step, lambda: [first_size(self._codec, numels, bucket.step)])
         # 1. Encode what travels; the rest stays in the memory.
         began = time.perf_counter()
         frame = self._codec.encode(bucket.gradients, step=bucket.step, budget=size, hold=bucket.hold)
@@ -37,9 +37,10 @@ class Gather(Exchange):
         # 3. Add them up, in rank order: the same bits everywhere.
         began = time.perf_counter()
         readers = [FrameReader(message, numels, trailing=True) for message in messages]
-        self._sizes.learn(bucket.key, 0, max(reader.length for reader in readers))
         bad = [rank for rank, reader in enumerate(readers) if reader.non_finite]
         if not bad:
+            largest = max(reader.length for reader in readers)
+            self._sizes.learn(bucket.key, 0, largest, slack(self._codec, numels))
             for out in bucket.outs:
                 out.zero_()
             for reader in readers:
@@ -50,10 +51,10 @@ class Gather(Exchange):
         return Outcome(bad, counts, compress, decode, lambda: give_back(self._codec, names, numels, frame))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sizes": self._sizes.sizes}
+        return {"sizes": self._sizes.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sizes.sizes = {key: list(sizes) for key, sizes in state["sizes"].items()}
+        self._sizes.load_state_dict(state.get("sizes", {}))
 
     def __repr__(self) -> str:
         return "Gather()"

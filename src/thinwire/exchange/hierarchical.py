@@ -38,6 +38,9 @@ class Hierarchical(Exchange):
     def channels(self) -> list[Channel]:
         return [self._inside, self._outside] if self._leads else [self._inside]
 
+    def weight(self) -> int:
+        return self._size if self._leads else 0
+
     def mean(self, bucket: Bucket) -> Outcome:
         inside, numels = self._inside, bucket.numels
         # 1. The machine's mean, on its first rank, and which of its parameters took part.
@@ -68,7 +71,7 @@ class Hierarchical(Exchange):
         return self._between.state_dict() if self._leads else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._leads and state:
+        if self._leads:
             self._between.load_state_dict(state)
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ rejects goes to the owner's own memory: there it counts for the mean as much as 
 
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from thinwire.codec.frame import Frame, FrameReader
 from thinwire.codec.memory import Drop
 from thinwire.codec.parts import Piece, encode_leftover, encode_parts
 from thinwire.codec.selection import RandomK, Threshold
-from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
 from thinwire.exchange.channel import Channel
 
 # Smaller tensors have one owner: cutting them up would cost more in headers than it balances.
@@ -27,18 +27,29 @@ _CUT_FROM = 1 << 15
 _PREFIX = struct.Struct("<QQ")
 
 
-def share_out(sizes: Mapping[str, int], world: int) -> dict[str, list[tuple[int, int, int]]]:
-    """Who owns what: (owner, begin, end) ranges of every parameter, the same on every rank and for all buckets."""
-    load = [0] * world
+def share_out(
+    sizes: Mapping[str, int], world: int, smallest: int = 1, cost: Callable[[int], float] = float
+) -> dict[str, list[tuple[int, int, int]]]:
+    """Who owns what: (owner, begin, end) ranges of every parameter, the same on every rank and for all buckets.
+
+    Large tensors are cut so that every rank's shares cost the same; no share is cut below `smallest` elements on
+    average, because tensors that small travel whole.
+    """
+    load = [0.0] * world
     owners: dict[str, list[tuple[int, int, int]]] = {}
+    cut = {name: n for name, n in sizes.items() if n >= max(_CUT_FROM, 2 * smallest * world)}
     for name, n in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        if n >= _CUT_FROM:
-            bounds = [n * r // world for r in range(world + 1)]
-            owners[name] = [(r, bounds[r], bounds[r + 1]) for r in range(world)]
-        else:
+        if name not in cut:
             lightest = load.index(min(load))
-            load[lightest] += n
+            load[lightest] += cost(n)
             owners[name] = [(lightest, 0, n)]
+    even = (sum(load) + sum(map(cost, cut.values()))) / world
+    room = [max(even - taken, 0.0) for taken in load]
+    for name, n in cut.items():
+        # At least half an even share each: what is left over is split by the room that ranks have.
+        parts = [0.5 / world + 0.5 * free / max(sum(room), 1e-9) for free in room]
+        bounds = [int(n * sum(parts[:r]) / sum(parts)) for r in range(world)] + [n]
+        owners[name] = [(r, bounds[r], bounds[r + 1]) for r in range(world)]
     return owners
 
 
@@ -52,6 +63,11 @@ class _Plan:
         return [outs[p.tensor][p.begin : p.end] for p in self.owned[owner]]
 
 
+def _cost(codec: Codec, n: int) -> float:
+    """About the bytes that a tensor of n elements takes."""
+    return float(codec.frame_bound([n], codec.expected_counts([n])))
+
+
 class ScatterReduce(Exchange):
     """All-to-all of parts, a second selection by the owners, all-gather of the results."""
 
@@ -61,7 +77,7 @@ class ScatterReduce(Exchange):
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
-        self._owners = share_out(sizes, channel.world)
+        self._owners = share_out(sizes, channel.world, codec.min_numel, lambda n: _cost(codec, n))
         # Random positions are the same on all ranks: selecting again would thin out what has no fill-in.
         selection = Threshold(0.0) if isinstance(codec.selection, RandomK) else codec.selection
         self._second = Codec(
@@ -73,18 +89,19 @@ class ScatterReduce(Exchange):
 
     def mean(self, bucket: Bucket) -> Outcome:
         channel, key, plan = self._channel, bucket.key, self._plan(bucket)
-        numels = bucket.numels
-        budgets = self._parts.get(key, lambda: self._first_parts(bucket, plan))
-        (size,) = self._results.get(key, lambda: [self._first_result(bucket, plan)])
+        budgets = self._parts.get(key, bucket.step, lambda: self._first_parts(bucket, plan))
+        (size,) = self._results.get(key, bucket.step, lambda: [self._first_result(bucket, plan)])
         # 1. Split what travels by owner; the rest stays in the memory.
         began = time.perf_counter()
-        parts = encode_parts(self._codec, bucket.gradients, plan.owned, budgets, step=bucket.step, hold=bucket.hold)
+        room = [self._room(bucket, plan) if r == channel.rank else n for r, n in enumerate(budgets)]
+        parts = encode_parts(self._codec, bucket.gradients, plan.owned, room, step=bucket.step, hold=bucket.hold)
         compress = time.perf_counter() - began
         # 2. To the owners.
-        received = channel.all_to_all([padded(part, n) for part, n in zip(parts, budgets, strict=True)])
+        sent = [part.data if r == channel.rank else padded(part, budgets[r]) for r, part in enumerate(parts)]
+        received = channel.all_to_all(sent, budgets[channel.rank])
         # 3. Add up the own share in rank order, select again; what is rejected stays here.
         began = time.perf_counter()
-        result, news, counts = self._reduce(bucket, plan, received)
+        result, news = self._reduce(bucket, plan, received)
         compress += time.perf_counter() - began
         # 4. Results, to everybody.
         prefix = torch.frombuffer(bytearray(_PREFIX.pack(*news)), dtype=torch.uint8)
@@ -94,9 +111,8 @@ class ScatterReduce(Exchange):
         bad = self._read(bucket, plan, messages)
         decode = time.perf_counter() - began
         names = list(bucket.gradients)
-        return Outcome(
-            bad, counts, compress, decode, lambda: self._give_back(names, numels, plan.owned[channel.rank], result)
-        )
+        counts = dict(zip(names, map(sum, zip(*(part.counts for part in parts), strict=True)), strict=False))
+        return Outcome(bad, counts, compress, decode, lambda: self._give_back(names, plan.owned[channel.rank], result))
 
     def _plan(self, bucket: Bucket) -> _Plan:
         owned: list[list[Piece]] = [[] for _ in range(self._channel.world)]
@@ -104,6 +120,11 @@ class ScatterReduce(Exchange):
             for owner, begin, end in self._owners[name]:
                 owned[owner].append(Piece(i, begin, end))
         return _Plan(owned)
+
+    def _room(self, bucket: Bucket, plan: _Plan) -> int:
+        """Bytes for the part that stays here: it goes over no wire, so that it may hold everything."""
+        pieces, numels = plan.owned[self._channel.rank], bucket.numels
+        return self._codec.frame_bound([numels[p.tensor] for p in pieces], [p.end - p.begin for p in pieces])
 
     def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
         """Entries may crowd in one share: room for twice as many as an even spread gives."""
@@ -116,10 +137,8 @@ class ScatterReduce(Exchange):
     def _first_result(self, bucket: Bucket, plan: _Plan) -> int:
         return max(first_size(self._second, [p.end - p.begin for p in pieces], bucket.step) for pieces in plan.owned)
 
-    def _reduce(
-        self, bucket: Bucket, plan: _Plan, received: list[Tensor]
-    ) -> tuple[Frame, tuple[int, int], dict[str, int]]:
-        """The own share's result, what its prefix says, and how many entries of each tensor the result has."""
+    def _reduce(self, bucket: Bucket, plan: _Plan, received: list[Tensor]) -> tuple[Frame, tuple[int, int]]:
+        """The own share's result, and what its prefix says."""
         names, rank = list(bucket.gradients), self._channel.rank
         readers = [FrameReader(message, bucket.numels, trailing=True) for message in received]
         pieces, views = plan.owned[rank], plan.views(bucket.outs, rank)
@@ -128,41 +147,41 @@ class ScatterReduce(Exchange):
         for reader in readers:
             reader.add_to(bucket.outs)
         bad = next((r for r, reader in enumerate(readers) if reader.non_finite), -1)
-        counts: dict[str, int] = {}
         if bad >= 0:
             result = empty_frame(str(bad))
         else:
             sums = {names[p.tensor]: view for p, view in zip(pieces, views, strict=True)}
             budget = self._results.sizes[bucket.key][0]
             result = encode_leftover(self._second, sums, step=bucket.step, budget=budget)
-            counts = dict(zip(sums, result.counts, strict=True))
         for piece, view in zip(pieces, views, strict=True):
             name = names[piece.tensor]
             held = self._codec.open_slots(name, bucket.gradients[name]).get("residual")
             if held is not None:
                 held[piece.begin : piece.end] += view.to(held.device)
-        return result, (max(reader.length for reader in readers), bad + 1), counts
+        largest = max((reader.length for r, reader in enumerate(readers) if r != rank), default=0)
+        return result, (largest, bad + 1)
 
     def _read(self, bucket: Bucket, plan: _Plan, messages: list[Tensor]) -> list[int]:
         """Write the mean to the outs; or the ranks that were not finite."""
         key, world = bucket.key, self._channel.world
+        prefixes = [_PREFIX.unpack(message[: _PREFIX.size].numpy().tobytes()) for message in messages]
+        bad = {culprit - 1 for _, culprit in prefixes if culprit}
+        if bad:
+            return sorted(bad)
         readers = []
-        bad = set()
         for owner, message in enumerate(messages):
-            largest, culprit = _PREFIX.unpack(message[: _PREFIX.size].numpy().tobytes())
-            self._parts.learn(key, owner, largest)
-            if culprit:
-                bad.add(culprit - 1)
             sizes = [p.end - p.begin for p in plan.owned[owner]]
+            self._parts.learn(key, owner, prefixes[owner][0], slack(self._codec, sizes))
             readers.append(FrameReader(message[_PREFIX.size :], sizes, trailing=True))
-        self._results.learn(key, 0, max(reader.length for reader in readers))
+        most = max(slack(self._codec, [p.end - p.begin for p in pieces]) for pieces in plan.owned)
+        self._results.learn(key, 0, max(reader.length for reader in readers), most)
         for out in bucket.outs:
             out.zero_()
         for owner, reader in enumerate(readers):
             reader.add_to(plan.views(bucket.outs, owner), 1.0 / world)
-        return sorted(bad)
+        return []
 
-    def _give_back(self, names: list[str], numels: list[int], pieces: list[Piece], result: Frame) -> None:
+    def _give_back(self, names: list[str], pieces: list[Piece], result: Frame) -> None:
         reader = FrameReader(result, [p.end - p.begin for p in pieces])
         for section in reader.sections:
             positions, values = reader.entries(section)
@@ -170,12 +189,13 @@ class ScatterReduce(Exchange):
             self._codec.give_back(names[piece.tensor], positions + piece.begin, values)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts": self._parts.sizes, "results": self._results.sizes, "second": self._second.state_dict()}
+        parts, results = self._parts.state_dict(), self._results.state_dict()
+        return {"parts": parts, "results": results, "second": self._second.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._parts.sizes = {key: list(sizes) for key, sizes in state["parts"].items()}
-        self._results.sizes = {key: list(sizes) for key, sizes in state["results"].items()}
-        self._second.load_state_dict(state["second"])
+        self._parts.load_state_dict(state.get("parts", {}))
+        self._results.load_state_dict(state.get("results", {}))
+        self._second.load_state_dict(state.get("second", self._second.fresh().state_dict()))
 
     def __repr__(self) -> str:
         return "ScatterReduce()"

@@ -1,0 +1,52 @@
+"""Buckets: gradients on their way from DDP to an exchange and back.
+
+DDP's buffer is worked on in place where it is float32 on the CPU; otherwise a copy is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from thinwire import _native
+from thinwire.codec.vectors import DTYPES
+
+
+@dataclass(frozen=True)
+class Job:
+    """One bucket on its way: its gradients are views of the buffer, which receives the mean."""
+
+    buffer: Tensor
+    gradients: dict[str, Tensor]
+    last: bool
+    begins_step: bool
+    factors: dict[str, float] = field(default_factory=dict)  # by which memories are rescaled before the step
+    ready: Callable[[], None] = lambda: None
+
+
+class Opened:
+    """A bucket's flat float32 views on the CPU, which receive the mean; its own memory where that is possible."""
+
+    def __init__(self, job: Job) -> None:
+        self._buffer = job.buffer
+        self._direct = job.buffer.device.type == "cpu" and job.buffer.dtype == torch.float32
+        self._flat = job.buffer if self._direct else torch.empty(job.buffer.numel())
+        sizes = [g.numel() for g in job.gradients.values()]
+        self.outs = dict(zip(job.gradients, torch.split(self._flat, sizes), strict=True))
+
+    def close(self) -> bool:
+        """Hand the mean to DDP; whether it outgrew the bucket's type, on which all ranks agree, bits being the same."""
+        if self._direct:
+            return False
+        self._buffer.copy_(self._flat)
+        if self._buffer.is_cuda:
+            torch.cuda.current_stream(self._buffer.device).synchronize()
+        return self._buffer.dtype == torch.float16 and not bool(self._buffer.isfinite().all())
+
+
+def all_zero(gradient: Tensor) -> bool:
+    """Whether a gradient holds nothing at all."""
+    if gradient.device.type != "cpu":
+        return not bool(gradient.any())
+    return gradient.is_contiguous() and _native.all_zero(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel())

@@ -1,0 +1,54 @@
+"""The default exchange: the fewest bytes for the number of workers, the density and the frame's size."""
+
+import thinwire as tw
+from thinwire.exchange.base import AgreedSizes
+from thinwire.exchange.choose import choose_exchange
+from thinwire.exchange.scatter_reduce import share_out
+
+LARGE = {"weight": 25_000_000, "bias": 1000}
+
+
+def test_few_workers_gather_and_many_scatter() -> None:
+    few, why_few = choose_exchange(tw.Codec(0.01), LARGE, 2)
+    many, why_many = choose_exchange(tw.Codec(0.01), LARGE, 16)
+    assert isinstance(few, tw.Gather)
+    assert isinstance(many, tw.ScatterReduce)
+    assert why_few.startswith("gather: ")
+    assert why_many.startswith("scatter-reduce: ")
+    assert "kB a step and rank gathered" in why_many
+
+
+def test_small_frames_gather_even_with_many_workers() -> None:
+    chosen, _ = choose_exchange(tw.Codec(0.01), {"weight": 50_000}, 16)
+    assert isinstance(chosen, tw.Gather)
+
+
+def test_frames_that_are_no_smaller_than_the_gradients_are_not_made() -> None:
+    chosen, why = choose_exchange(tw.Codec(1.0, tw.Float32()), LARGE, 8)
+    assert isinstance(chosen, tw.Dense)
+    assert why.startswith("dense: the frames would be no smaller")
+
+
+def test_shares_cover_every_element_once_and_are_even() -> None:
+    sizes = {"huge": 1_000_003, "large": 40_000, "small": 30_000, "tiny": 7}
+    for world in (1, 2, 3, 8, 64):
+        owners = share_out(sizes, world, smallest=1024)
+        for name, n in sizes.items():
+            ends = [0, *(end for _, _, end in owners[name])]
+            assert [begin for _, begin, _ in owners[name]] == ends[:-1]
+            assert ends[-1] == n
+            # A share below the size of tensors that travel whole would travel whole.
+            assert len(owners[name]) == 1 or min(e - b for _, b, e in owners[name]) >= 1024
+
+
+def test_agreed_sizes_follow_and_do_not_collapse() -> None:
+    agreed = AgreedSizes()
+    assert agreed.get("bucket", 0, lambda: [100_000]) == [100_000]
+    agreed.learn("bucket", 0, 10_000, 100)
+    assert agreed.sizes["bucket"] == [10_700]  # the first guess is dropped at once
+    agreed.learn("bucket", 0, 50, 100)
+    assert agreed.sizes["bucket"] == [9_630]  # a quiet step shrinks it a little
+    agreed.learn("bucket", 0, 9_500, 100)
+    assert agreed.sizes["bucket"] == [12_619]  # a full one enlarges it
+    agreed.get("regrouped", 1, lambda: [5])
+    assert agreed.state_dict() == {"regrouped": [5]}
