@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
-from thinwire.replicas import checksum
+from thinwire.ddp.replicas import checksum
 
 
 class Net(nn.Module):

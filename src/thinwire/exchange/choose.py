@@ -11,8 +11,8 @@ from thinwire.exchange.dense import Dense
 from thinwire.exchange.gather import Gather
 from thinwire.exchange.scatter_reduce import ScatterReduce
 
-# Bytes per rank and step that ScatterReduce must save to be worth its second round: 1 ms at 1 Gbit/s.
-_WORTH = 128 * 1024
+# Bytes per rank and step that ScatterReduce must save to be worth its second round: 8 ms at 500 Mbit/s.
+_WORTH = 512 * 1024
 
 NAMES: dict[str, type[Exchange]] = {"dense": Dense, "gather": Gather, "scatter-reduce": ScatterReduce}
 

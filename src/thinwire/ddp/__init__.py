@@ -1,0 +1,1 @@
+"""One line for DDP: attach(), the link it returns, its state, its counters and its checks."""
