@@ -1,16 +1,16 @@
 """Accelerate: attach to the prepared model, register the link, and save_state / load_state carry the memory.
 
-    torchrun --standalone --nproc-per-node 2 examples/accelerate_ddp.py /tmp/accelerate
+torchrun --standalone --nproc-per-node 2 examples/accelerate_ddp.py /tmp/accelerate
 """
 
 import sys
 
 import torch
 from accelerate import Accelerator
-from task import accuracy, checksum, make_data, make_net
 from torch.utils.data import DataLoader
 
 import thinwire
+from task import accuracy, checksum, make_data, make_net
 
 
 def main(directory: str) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from task import checksum, make_data, make_net
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from task import checksum, make_data, make_net
 
 
 def connect() -> None:

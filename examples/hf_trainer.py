@@ -1,6 +1,6 @@
 """Hugging Face Trainer: a callback attaches to the wrapped model and saves the memory beside each checkpoint.
 
-    torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py /tmp/trainer
+torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py /tmp/trainer
 """
 
 import sys
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from task import accuracy, checksum, make_data, make_net
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import thinwire
+from task import accuracy, checksum, make_data, make_net
 
 
 class ThinwireCallback(TrainerCallback):  # type: ignore[misc]

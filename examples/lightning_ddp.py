@@ -1,18 +1,18 @@
 """Lightning: a callback attaches to the strategy's DDP model and keeps the memory in Lightning's checkpoints.
 
-    torchrun --standalone --nproc-per-node 2 examples/lightning_ddp.py /tmp/lightning
+torchrun --standalone --nproc-per-node 2 examples/lightning_ddp.py /tmp/lightning
 """
 
 import sys
 from typing import Any
 
-import lightning as L  # noqa: N812
+import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from task import accuracy, checksum, make_data, make_net
 from torch.utils.data import DataLoader
 
 import thinwire
+from task import accuracy, checksum, make_data, make_net
 
 
 class ThinwireCallback(L.Callback):

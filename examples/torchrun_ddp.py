@@ -1,16 +1,16 @@
 """Plain torchrun: one line makes the gradients thin.
 
-    torchrun --standalone --nproc-per-node 2 examples/torchrun_ddp.py
+torchrun --standalone --nproc-per-node 2 examples/torchrun_ddp.py
 """
 
 import torch
 import torch.distributed as dist
-from task import accuracy, checksum, make_data, make_net
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import thinwire
+from task import accuracy, checksum, make_data, make_net
 
 
 def main() -> None:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.codec.values import Float16 as Float16
     from thinwire.codec.values import Float32 as Float32
     from thinwire.codec.values import Sign as Sign
-    from thinwire.ddp import attach as attach
+    from thinwire.ddp.hook import attach as attach
+    from thinwire.ddp.link import Link as Link
+    from thinwire.ddp.states import merge_states as merge_states
     from thinwire.errors import FrameError as FrameError
     from thinwire.errors import LinkError as LinkError
     from thinwire.errors import ThinwireError as ThinwireError
@@ -34,8 +36,6 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.exchange.gather import Gather as Gather
     from thinwire.exchange.hierarchical import Hierarchical as Hierarchical
     from thinwire.exchange.scatter_reduce import ScatterReduce as ScatterReduce
-    from thinwire.link import Link as Link
-    from thinwire.states import merge_states as merge_states
 
 try:
     __version__ = metadata.version("thinwire")
@@ -67,9 +67,9 @@ _PUBLIC = {
     "Gather": "exchange.gather",
     "ScatterReduce": "exchange.scatter_reduce",
     "Hierarchical": "exchange.hierarchical",
-    "attach": "ddp",
-    "Link": "link",
-    "merge_states": "states",
+    "attach": "ddp.hook",
+    "Link": "ddp.link",
+    "merge_states": "ddp.states",
     "FrameError": "errors",
     "LinkError": "errors",
     "ThinwireError": "errors",

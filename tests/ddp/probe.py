@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
-from thinwire.link import Link
+from thinwire.ddp.link import Link
 
 SIZES = {"a": 3000, "b": 5000, "c": 40, "d": 40000}
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.link import Link
+from thinwire.ddp.link import Link
 from thinwire.race.methods import apply_method, single_bucket
 from thinwire.recipes.convnet import cuda_convnet
 

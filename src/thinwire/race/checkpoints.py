@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.ddp.link import Link
 from thinwire.errors import ThinwireError
-from thinwire.link import Link
 
 
 class CheckpointError(ThinwireError):

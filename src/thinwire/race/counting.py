@@ -7,7 +7,7 @@ own figures are used, and for all-reduces what a ring moves.
 import os
 from pathlib import Path
 
-from thinwire.link import Link
+from thinwire.ddp.link import Link
 
 
 def interface_bytes(interface: str) -> tuple[int, int] | None:

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.codec.presets import PRESETS, codec_for
-from thinwire.ddp import attach
-from thinwire.link import Link
+from thinwire.ddp.hook import attach
+from thinwire.ddp.link import Link
 
 BASELINES = {
     "infinite": "an infinite network: one number a bucket is exchanged, the gradients are not",

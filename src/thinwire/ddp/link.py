@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.buckets import Job, Opened, all_zero
 from thinwire.codec.codec import Codec
+from thinwire.ddp.buckets import Job, Opened, all_zero
+from thinwire.ddp.replicas import check_replicas, gather_reasons
+from thinwire.ddp.states import load_link_state, mean_link_state, without_strangers
+from thinwire.ddp.stats import Stats
+from thinwire.ddp.units import UnitWatch
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel
-from thinwire.replicas import check_replicas, gather_reasons
-from thinwire.states import load_link_state, mean_link_state, without_strangers
-from thinwire.stats import Stats
-from thinwire.units import UnitWatch
 
 Item = tuple[Job, "torch.futures.Future[Any]"]
 

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.buckets import Job
 from thinwire.codec.codec import Codec
 from thinwire.codec.memory import MomentumResidual
 from thinwire.codec.presets import codec_for
 from thinwire.codec.vectors import DTYPES
+from thinwire.ddp.buckets import Job
+from thinwire.ddp.link import Link
+from thinwire.ddp.units import UnitWatch
 from thinwire.errors import LinkError
 from thinwire.exchange.agree import agreed
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import NAMES, choose_exchange
-from thinwire.link import Link
-from thinwire.units import UnitWatch
 
 _log = logging.getLogger("thinwire")
 

@@ -1,0 +1,1 @@
+"""One line for DDP: the hook, the link, its state and its counters."""
