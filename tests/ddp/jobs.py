@@ -64,6 +64,9 @@ def buckets_of(model: DDP) -> tuple[int, int]:
     return len(data["bucket_sizes"].split(",")), len([s for s in data["rebuilt_bucket_sizes"].split(",") if s.strip()])
 
 
+Reached = dict[str | None, tuple[list[int], int, float]]
+
+
 def replicas(rank: int, codec: Any, exchange: Any, steps: int, buckets: int = 4) -> tuple[list[int], int, float]:
     """Train; return checksums, the number of buckets after the first step, and the accuracy."""
     model = make(buckets=buckets)
@@ -78,25 +81,18 @@ def presets(rank: int, names: list[str], exchange: str, steps: int) -> dict[str,
     return {name: replicas(rank, name, exchange, steps) for name in names}
 
 
-def dense(rank: int, steps: int) -> float:
-    """The accuracy of plain DDP."""
-    model = make()
-    train(model, rank, range(steps), torch.optim.SGD(model.parameters(), lr=0.1))
-    return accuracy(model)
-
-
-def converge(rank: int, names: list[str | None], steps: int, rate: float = 0.2) -> dict[str | None, float]:
-    """The accuracy that each preset reaches while the learning rate falls to zero; None stands for plain DDP."""
-    reached = {}
+def converge(rank: int, names: list[str | None], steps: int, rate: float = 0.2) -> Reached:
+    """As `replicas`, while the learning rate falls to zero; None stands for plain DDP."""
+    reached: Reached = {}
     for name in names:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
-        link = tw.attach(model, name, optimizer=optimizer) if name else None
+        link = tw.attach(model, name, exchange="gather", optimizer=optimizer) if name else None
         for step in range(steps):
             train(model, rank, range(step, step + 1), optimizer)
             schedule.step()
-        reached[name] = accuracy(model)
+        reached[name] = digest(model), buckets_of(model)[1], accuracy(model)
         if link:
             link.detach()
     return reached
