@@ -58,6 +58,9 @@ class _Plan:
     """A bucket's pieces by owner, and the views of the outs that they are."""
 
     owned: list[list[Piece]]
+    sizes: list[list[int]]  # of the pieces, by owner
+    room: int  # bytes for the part that stays on this rank
+    slacks: list[int]  # by owner, see `slack`
 
     def views(self, outs: Sequence[Tensor], owner: int) -> list[Tensor]:
         return [outs[p.tensor][p.begin : p.end] for p in self.owned[owner]]
@@ -74,6 +77,7 @@ class ScatterReduce(Exchange):
     def __init__(self) -> None:
         self._parts = AgreedSizes()
         self._results = AgreedSizes()
+        self._plans: dict[str, _Plan] = {}
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
@@ -88,12 +92,15 @@ class ScatterReduce(Exchange):
         return [self._channel]
 
     def mean(self, bucket: Bucket) -> Outcome:
-        channel, key, plan = self._channel, bucket.key, self._plan(bucket)
+        channel, key = self._channel, bucket.key
+        if key not in self._plans:
+            self._plans[key] = self._plan(bucket)
+        plan = self._plans[key]
         budgets = self._parts.get(key, bucket.step, lambda: self._first_parts(bucket, plan))
         (size,) = self._results.get(key, bucket.step, lambda: [self._first_result(bucket, plan)])
         # 1. Split what travels by owner; the rest stays in the memory.
         began = time.perf_counter()
-        room = [self._room(bucket, plan) if r == channel.rank else n for r, n in enumerate(budgets)]
+        room = [plan.room if r == channel.rank else n for r, n in enumerate(budgets)]
         parts = encode_parts(self._codec, bucket.gradients, plan.owned, room, step=bucket.step, hold=bucket.hold)
         compress = time.perf_counter() - began
         # 2. To the owners.
@@ -119,12 +126,11 @@ class ScatterReduce(Exchange):
         for i, name in enumerate(bucket.gradients):
             for owner, begin, end in self._owners[name]:
                 owned[owner].append(Piece(i, begin, end))
-        return _Plan(owned)
-
-    def _room(self, bucket: Bucket, plan: _Plan) -> int:
-        """Bytes for the part that stays here: it goes over no wire, so that it may hold everything."""
-        pieces, numels = plan.owned[self._channel.rank], bucket.numels
-        return self._codec.frame_bound([numels[p.tensor] for p in pieces], [p.end - p.begin for p in pieces])
+        sizes = [[p.end - p.begin for p in pieces] for pieces in owned]
+        # The part that stays here goes over no wire, so that it may hold everything.
+        mine, numels = owned[self._channel.rank], bucket.numels
+        room = self._codec.frame_bound([numels[p.tensor] for p in mine], [p.end - p.begin for p in mine])
+        return _Plan(owned, sizes, room, [slack(self._codec, each) for each in sizes])
 
     def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
         """Entries may crowd in one share: room for twice as many as an even spread gives."""
@@ -170,11 +176,9 @@ class ScatterReduce(Exchange):
             return sorted(bad)
         readers = []
         for owner, message in enumerate(messages):
-            sizes = [p.end - p.begin for p in plan.owned[owner]]
-            self._parts.learn(key, owner, prefixes[owner][0], slack(self._codec, sizes))
-            readers.append(FrameReader(message[_PREFIX.size :], sizes, trailing=True))
-        most = max(slack(self._codec, [p.end - p.begin for p in pieces]) for pieces in plan.owned)
-        self._results.learn(key, 0, max(reader.length for reader in readers), most)
+            self._parts.learn(key, owner, prefixes[owner][0], plan.slacks[owner])
+            readers.append(FrameReader(message[_PREFIX.size :], plan.sizes[owner], trailing=True))
+        self._results.learn(key, 0, max(reader.length for reader in readers), max(plan.slacks))
         for out in bucket.outs:
             out.zero_()
         for owner, reader in enumerate(readers):
