@@ -96,3 +96,26 @@ def converge(rank: int, names: list[str | None], steps: int, rate: float = 0.2) 
         if link:
             link.detach()
     return reached
+
+
+def together(rank: int, steps: int) -> tuple[list[int], list[int]]:
+    """Train with small buckets exchanged together; checksums, and elements per exchange of the last step."""
+    from thinwire.ddp import link as module
+
+    before, module.SMALL = module.SMALL, 1 << 19
+    seen: list[int] = []
+    try:
+        model = make()
+        link = tw.attach(model, 0.05, exchange="gather")
+        mean = link.exchange.mean
+
+        def watched(bucket: Any) -> Any:
+            seen.append(sum(bucket.numels))
+            return mean(bucket)
+
+        link.exchange.mean = watched  # type: ignore[method-assign]
+        train(model, rank, range(steps), torch.optim.SGD(model.parameters(), lr=0.1))
+        link.detach()
+    finally:
+        module.SMALL = before
+    return digest(model), seen

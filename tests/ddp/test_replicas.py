@@ -67,3 +67,10 @@ def test_every_preset_gathered_converges_to_the_dense_accuracy_on_equal_replicas
     assert accuracies.keys() == {None, *PRESETS}
     assert accuracies[None] > 0.93
     assert {name: a for name, a in accuracies.items() if a < accuracies[None] - 0.03} == {}
+
+
+def test_small_buckets_are_exchanged_together(cluster: Cluster) -> None:
+    results = cluster.run(jobs.together, 2, 12)
+    assert results[0] == results[1]
+    total = sum(p.numel() for p in jobs.Net().parameters())
+    assert results[0][1] == [total] * 12

@@ -30,6 +30,9 @@ from thinwire.exchange.channel import Channel
 
 Item = tuple[Job, "torch.futures.Future[Any]"]
 
+# Elements below which a bucket waits for the next: a collective costs more than the overlap of so little gains.
+SMALL = 1 << 19
+
 
 class Link:
     """What `thinwire.attach` returns. Use it to save and restore the memory, to watch, and to detach."""
@@ -94,7 +97,8 @@ class Link:
         if job.begins_step:
             self._waiting.clear()
         self._waiting.append((job, future))
-        if self._resumed is not None and not job.last and self._failure is None:
+        small = sum(waiting.buffer.numel() for waiting, _ in self._waiting) < SMALL
+        if (small or self._resumed is not None) and not job.last and self._failure is None:
             return
         jobs = [waiting for waiting, _ in self._waiting]
         error: Exception | None = None
@@ -127,7 +131,7 @@ class Link:
         return LinkError(f"{where}: the exchange failed{who}: {text}")
 
     def _run(self, jobs: list[Job]) -> None:
-        """One bucket; in the first step after a resumption all of them, regrouped as they were when saved."""
+        """One bucket, or small ones together; after a resumption a whole step, regrouped as it was when saved."""
         for job in jobs:
             job.ready()
         began = time.thread_time()
@@ -154,8 +158,8 @@ class Link:
             check_replicas(self._channel, self._parameters, self.step)
 
     def _groups(self, jobs: list[Job]) -> list[list[str]]:
-        """The names that are exchanged together: DDP's buckets, or the saved ones if they hold the same names."""
-        groups = [list(job.gradients) for job in jobs]
+        """The names that are exchanged together: all that are here, or the saved groups if they hold the same names."""
+        groups = [[name for job in jobs for name in job.gradients]]
         saved, self._resumed = self._resumed, None
         if saved and sorted(chain(*saved)) == sorted(chain(*groups)):
             groups = saved

@@ -74,6 +74,10 @@ class Exchange(ABC):
         """Take over a saved state."""
 
 
+# A message that lacks entries is filled up to about this many bytes.
+_NEARLY = 64
+
+
 class AgreedSizes:
     """Sizes of messages, per bucket, that every rank derives from what every rank has seen.
 
@@ -99,8 +103,8 @@ class AgreedSizes:
         size = self.sizes[key][place]
         floor = 0 if (key, place) in self._guessed else int(0.9 * size)
         self._guessed.discard((key, place))
-        full = largest > 0.97 * (size - slack)
-        self.sizes[key][place] = int(size * 1.3) + slack if full else max(floor, int(largest * 1.06) + slack)
+        full = largest + _NEARLY > size - slack
+        self.sizes[key][place] = int(size * 1.3) + slack if full else max(floor, int(largest * 1.04) + slack)
 
     def state_dict(self) -> dict[str, list[int]]:
         """The sizes of the last step's buckets; those of buckets that DDP has regrouped since are out of date."""
