@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -104,9 +105,16 @@ def _rows(seen: list[dict[str, Any]], methods: list[str]) -> list[Row]:
 
 
 def _show(rows: list[Row], hosts: int, rate: str) -> None:
-    table = Table(title=f"cuda-convnet, {hosts} hosts at {rate}")
-    for column in ("method", "step ms", "tax", "MB sent", "MB received", "against dense", "hook CPU ms", "exchange"):
-        table.add_column(column, justify="left" if column in ("method", "exchange") else "right")
+    caption = "MB: per host and step, by the kernel. hook: milliseconds of its own CPU time"
+    table = Table(
+        title=f"cuda-convnet, {hosts} hosts at {rate}",
+        caption=caption,
+        box=SIMPLE,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for column in ("method", "step ms", "tax", "MB out", "MB in", "vs dense", "hook", "exchange"):
+        table.add_column(column, justify="left" if column in ("method", "exchange") else "right", no_wrap=True)
     dense = next((row.step_ms for row in rows if row.name == "dense"), None)
     for row in rows:
         table.add_row(

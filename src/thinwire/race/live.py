@@ -1,7 +1,7 @@
 """Live: one progress bar per run, with loss, metric, bytes and the time left."""
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from thinwire.events import Eval, Event, Step
 
@@ -11,13 +11,11 @@ class LiveRuns:
 
     def __init__(self, names: list[str], totals: list[int], metric: str) -> None:
         self._progress = Progress(
-            TextColumn("{task.description:<22}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:>4.0f}/{task.total:.0f} steps"),
+            TextColumn("{task.description:<13}"),
+            BarColumn(bar_width=8),
+            TextColumn("{task.completed:>3.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[news]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=Console(stderr=True),
         )
         self._metric = metric
@@ -57,9 +55,9 @@ class LiveRuns:
             self._progress.update(task, news=self._news(run))
         elif isinstance(event, str):
             done = self._progress.tasks[task].completed
-            self._progress.update(task, total=done, news=self._news(run) + (" target" if event == "target" else ""))
+            self._progress.update(task, total=done, news=self._news(run))
 
     def _news(self, run: int) -> str:
         value = self._value[run]
-        shown = "" if value is None else f" {self._metric} {value:.3f}"
+        shown = "" if value is None else f" {self._metric[:8]} {value:.3f}"
         return f"loss {self._loss[run]:.3f}{shown} {self._sent[run] / 1e6:,.1f} MB"

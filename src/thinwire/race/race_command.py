@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -85,9 +86,10 @@ def race_command(
 
 def _table(result: "Result") -> Table:
     title = f"{result.recipe}: {result.field.hosts} hosts at {result.field.rate or 'no limit'}"
-    table = Table(title=title, caption=f"a step on an infinite network: {result.infinite_ms:.0f} ms")
-    for column in ("method", "step ms", "tax", "MB/host/step", "steps", "seconds", "speed-up", "train", "test"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    caption = f"MB: sent per host and step. A step on an infinite network: {result.infinite_ms:.0f} ms"
+    table = Table(title=title, caption=caption, box=SIMPLE, collapse_padding=True, pad_edge=False)
+    for column in ("method", "step ms", "tax", "MB", "steps", "seconds", "speed-up", "train", "test"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -97,11 +99,11 @@ def _table(result: "Result") -> Table:
             s.name,
             f"{s.step_ms:,.0f}",
             f"{s.tax:+.0%}",
-            f"{s.bytes_per_host_step / 1e6:.3f}",
+            f"{s.bytes_per_host_step / 1e6:.3g}",
             number(s.steps_to_target, ",.0f"),
             number(s.seconds_to_target, ",.1f"),
             "-" if s.speedup is None else f"{s.speedup:.1f}x",
-            number(s.train_accuracy, ".4f"),
-            number(s.test_accuracy, ".4f"),
+            number(s.train_accuracy, ".3f"),
+            number(s.test_accuracy, ".3f"),
         )
     return table
