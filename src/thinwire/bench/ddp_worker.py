@@ -7,7 +7,6 @@ import json
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,18 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.ddp.link import Link
+from thinwire.race.counting import interface_bytes
 from thinwire.race.methods import apply_method, single_bucket
 from thinwire.recipes.convnet import cuda_convnet
-
-
-def link_bytes(interface: str = "eth0") -> tuple[int, int]:
-    """Bytes that this host's link received and sent, by the kernel's counters."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, figures = line.partition(":")
-        if name.strip() == interface:
-            numbers = [int(word) for word in figures.split()]
-            return numbers[0], numbers[8]
-    return 0, 0
 
 
 class Contestant:
@@ -52,18 +42,18 @@ class Contestant:
 
     def measure(self, count: int) -> dict[str, Any]:
         dist.barrier()
-        before, cpu = link_bytes(), _own_cpu(self.link)
+        before, cpu = interface_bytes("eth0") or (0, 0), _own_cpu(self.link)
         process = resource.getrusage(resource.RUSAGE_SELF)
         began = time.perf_counter()
         self.steps(count)
         dist.barrier()
         took = time.perf_counter() - began
-        after, spent = link_bytes(), resource.getrusage(resource.RUSAGE_SELF)
+        after, spent = interface_bytes("eth0") or (0, 0), resource.getrusage(resource.RUSAGE_SELF)
         return {
             "method": self.method,
             "step": took / count,
-            "received": (after[0] - before[0]) / count,
-            "sent": (after[1] - before[1]) / count,
+            "sent": (after[0] - before[0]) / count,
+            "received": (after[1] - before[1]) / count,
             "hook_cpu": (_own_cpu(self.link) - cpu) / count,
             "cpu": (spent.ru_utime + spent.ru_stime - process.ru_utime - process.ru_stime) / count,
             "exchange": repr(self.link.exchange) if self.link is not None else "",
