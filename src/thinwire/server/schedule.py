@@ -8,14 +8,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Kind = Literal["push", "pull"]
-
 
 @dataclass(frozen=True)
 class Request:
     """One slice of one layer, one way: a push of gradients, or a pull of parameters."""
 
-    kind: Kind
+    kind: Literal["push", "pull"]
     layer: int  # 0 is used first in the forward pass
     part: int  # slice of the layer
     clock: int  # the step that made it: a pull of clock c brings the parameters for step c + 1
@@ -37,7 +35,10 @@ class Staleness:
 
 
 class Policy(ABC):
-    """An order of requests. Those of one kind and layer keep the order in which they came, whatever the policy."""
+    """An order of layers: whatever the policy, the requests of one layer keep the order in which they came.
+
+    A pull that overtook its own layer's push would bring a copy without it: that much staler, and asked for in vain.
+    """
 
     name: ClassVar[str]
 
@@ -72,8 +73,8 @@ class Forward(Policy):
     name = "forward"
 
     def key(self, request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
-        """The lowest layer, of its requests the oldest, and of one step's the pull."""
-        return (request.layer, request.clock, request.kind == "push")
+        """The lowest layer first."""
+        return (request.layer,)
 
 
 class Stalest(Policy):
@@ -82,12 +83,12 @@ class Stalest(Policy):
     name = "stalest"
 
     def key(self, request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
-        """Pulls come before pushes: asking takes a few bytes, and there is one per layer and step."""
+        """Pulls come before pushes: asking takes a few bytes, and a layer's next pull comes after its next push."""
         layer = request.layer
         if request.kind == "pull":
-            return (0, known.here[layer], layer, request.clock)
+            return (0, known.here[layer], layer)
         raises = known.holders[layer] == 1 and request.clock == known.lowest[layer]
-        return (1, not raises, known.lowest[layer], layer, request.clock)
+        return (1, not raises, known.lowest[layer], layer)
 
 
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Fifo(), Filo(), Stalest(), Forward())}
@@ -112,13 +113,12 @@ class Pool:
         self.known, self.window, self.under_way = known, window, 0
         self._policy = check_policy(policy)
         self._arrivals = 0
-        # Only the first of each line can go next, so that a choice looks at layers, not at slices.
-        self._lines: dict[tuple[Kind, int], deque[tuple[int, Request]]] = {}
+        # A line per layer: only its first can go next, so that a choice looks at layers and not at slices.
+        self._lines: dict[int, deque[tuple[int, Request]]] = {}
 
     def put(self, request: Request) -> None:
-        """Let a request wait; the slices of a layer are put in their order."""
-        line = self._lines.setdefault((request.kind, request.layer), deque())
-        line.append((self._arrivals, request))
+        """Let a request wait behind those of its layer: put slices in their order, each one's pull after its push."""
+        self._lines.setdefault(request.layer, deque()).append((self._arrivals, request))
         self._arrivals += 1
 
     def next(self) -> Request | None:
@@ -134,7 +134,7 @@ class Pool:
             return None
         best.popleft()
         if not best:
-            del self._lines[request.kind, request.layer]
+            del self._lines[request.layer]
         self.under_way += request.size
         return request
 
