@@ -20,6 +20,7 @@ from thinwire.recipes.recipe import DataOrder, Recipe
 from thinwire.server.members import Member
 from thinwire.server.messages import MessageError
 from thinwire.server.naming import named_codec
+from thinwire.server.schedule import check_policy
 from thinwire.server.server import Mode, Server
 from thinwire.server.worker import Worker
 from thinwire.transport.base import Connection, Listener
@@ -44,6 +45,16 @@ class Terms:
     overlap: bool = True
     save_every: int = 100
     timeout: float = 10.0
+
+
+def check_terms(push: str, pull: str | None, mode: str, reduce: str, policy: str) -> dict[str, Any]:
+    """Words of the command line as fields of `Terms`; ValueError for one that there is not."""
+    for name, value, known in (("mode", mode, ("bsp", "ssp", "async")), ("reduce", reduce, ("mean", "sum"))):
+        if value not in known:
+            raise ValueError(f"--{name} is one of {', '.join(known)}, not {value!r}")
+    back = push if pull is None else pull
+    named_codec(push), named_codec(back), check_policy(policy)
+    return {"push": push, "pull": back, "mode": mode, "reduce": reduce, "policy": policy}
 
 
 class Serving:

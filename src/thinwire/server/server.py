@@ -101,6 +101,7 @@ class Server:
         self._sizes: dict[tuple[int, int], int] = {}
         self.stopped: str | None = None
         self.updates = 0
+        self._noted = start
         self.applied_at = self.started_at = time.monotonic()
 
     def _restore(self) -> int:
@@ -321,11 +322,7 @@ class Server:
         self.clock.settle(number)
         self._note_step()
 
-    _noted = -1
-
     def _note_step(self) -> None:
-        if self._noted < 0:
-            self._noted = self.clock.step - 1
         if self.clock.step <= self._noted:
             return
         self._noted = self.clock.step

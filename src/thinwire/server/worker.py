@@ -59,6 +59,7 @@ class Worker:
         self._courier.start()
         try:
             self._synchronise()
+            self._times = StepTimes(began=time.monotonic(), ready=time.monotonic())
             self._install()
         except BaseException:
             self.close()
