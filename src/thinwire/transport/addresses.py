@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from thinwire.errors import ThinwireError, TransportError
 from thinwire.transport.base import Connection, Listener
+from thinwire.transport.keys import worker_keys
 
 Keys = str | os.PathLike[str] | None
 
@@ -36,7 +37,7 @@ def resolve(host: str) -> str:
 
 def demand_keys(address: str, host: str, *, keys: Keys, insecure: bool) -> None:
     """Refuse to listen where others can reach it unless it has keys, or was told aloud to do without."""
-    if not (keys or insecure or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
+    if not (keys is not None or insecure or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
         raise TransportError(
             f"{address} can be reached from other machines: make keys with `thinwire keys new`, "
             "or say --insecure if you trust the whole network"
@@ -51,7 +52,7 @@ def _listen_tcp(address: str, keys: Keys, insecure: bool) -> Listener:
     demand_keys(address, host, keys=keys, insecure=insecure)
     anywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
     endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    return tcp.TcpListener(endpoint, shown_host=socket.gethostname() if anywhere else None)
+    return tcp.TcpListener(endpoint, keys=keys, shown_host=socket.gethostname() if anywhere else None)
 
 
 def _connect_tcp(address: str, keys: Keys) -> Connection:
@@ -60,7 +61,7 @@ def _connect_tcp(address: str, keys: Keys) -> Connection:
     host, port = split(address)
     if not port or host == "*":
         raise ValueError(f"{address!r} is not an address to connect to: it needs a host and a port")
-    return tcp.TcpConnection(f"tcp://{host}:{port}")
+    return tcp.TcpConnection(f"tcp://{host}:{port}", keys=worker_keys(keys) if keys is not None else None)
 
 
 SCHEMES: dict[str, tuple[Callable[[str, Keys, bool], Listener], Callable[[str, Keys], Connection]]] = {

@@ -6,6 +6,7 @@ What listener and connection have in common; all of it but `wake` belongs to the
 import contextlib
 import errno
 import math
+import os
 import socket
 import threading
 from collections import deque
@@ -15,6 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from thinwire.transport.base import LARGEST
+from thinwire.transport.gate import Gate
 from thinwire.transport.limits import MOST_PARTS
 
 # Smaller parts are copied, which is cheaper than to keep track of them.
@@ -76,14 +78,15 @@ class Endpoint:
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._lock = threading.Lock()  # between `wake` and `close`
+        self._gate: Gate | None = None
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor, self._woken):
             self._poller.register(source, zmq.POLLIN)
 
-    @property
-    def context(self) -> "zmq.Context[zmq.Socket[bytes]]":
-        """The context, for an authenticator."""
-        return self._context
+    def guard(self, folder: str | os.PathLike[str]) -> None:
+        """Encrypt, and let in only workers whose keys are in a folder. Before the socket is bound."""
+        self._gate = Gate(self._context, folder)
+        self._gate.guard(self.socket)
 
     def send(self, frames: Sequence[zmq.Frame | bytes]) -> bool:
         """Queue one message; False if its peer is unknown or its queue is full."""
@@ -145,6 +148,8 @@ class Endpoint:
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close()
+        if self._gate:
+            self._gate.close()
         with self._lock:
             self._woken.close()
             self._waker.close()
