@@ -29,8 +29,9 @@ def resolve(host: str) -> str:
     """The numeric address to listen on: ZeroMQ takes no names there."""
     if host == "*":
         return "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as ZeroMQ does for those who connect
     try:
-        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(host.strip("[]"), None, family)[0][4][0])
     except OSError:
         raise TransportError(f"cannot listen on {host!r}: no such host or address") from None
 
