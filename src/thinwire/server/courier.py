@@ -41,7 +41,7 @@ class ServerError(ThinwireError, RuntimeError):
     """The server refused this worker, is gone, or sent something that makes no sense."""
 
 
-class Courier(threading.Thread):
+class Courier:
     """Owns the connection. The worker's thread calls `push`, `fetch`, `wait` and `leave`; the rest happens here."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Courier(threading.Thread):
         slot: int | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(name="thinwire-worker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="thinwire-worker", daemon=True)
         self._connection, self._model = connection, model
         self._named, self.codec = codec, codec or Codec()  # without one, as the server says
         self.copies = Copies(model)
@@ -76,6 +76,10 @@ class Courier(threading.Thread):
         self.sent = self.received = 0
 
     # For the worker's thread
+
+    def start(self) -> None:
+        """Begin to talk."""
+        self._thread.start()
 
     def push(self, session: Session, layer: int, clock: int, gradients: Gradients) -> None:
         """Send a layer's gradients (of some of its parameters), then ask for its parameters for the next step."""
@@ -114,7 +118,8 @@ class Courier(threading.Thread):
         """Say goodbye and end."""
         self._ending = True
         self._connection.wake()
-        self.join(10.0)
+        if self._thread.ident is not None:
+            self._thread.join(10.0)
 
     def _tell(self, job: Callable[[], None]) -> None:
         self._jobs.append(job)
@@ -132,7 +137,7 @@ class Courier(threading.Thread):
 
     # The thread
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._ending:
                 self._turn()
