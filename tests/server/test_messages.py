@@ -18,7 +18,9 @@ u32 = st.integers(0, 2**32 - 1)
 
 @settings(deadline=None)
 @given(with_bytes, u32, u32, u32, st.integers(0, 2**48), st.integers(0, 2**64 - 1), st.binary(), st.integers(0, 65535))
-def test_round_trip(kind: Kind, session: int, layer: int, part: int, clock: int, number: int, body: bytes, n: int) -> None:
+def test_round_trip(
+    kind: Kind, session: int, layer: int, part: int, clock: int, number: int, body: bytes, n: int
+) -> None:
     message = Message(kind, session, layer, part, clock, number, body, n)
     assert parse([memoryview(part) for part in message.parts(n)]) == message
 
@@ -132,6 +134,7 @@ def test_the_door_names_what_differs() -> None:
         with pytest.raises(MessageError, match=reason):
             greet(model, door, **changes)
     other[0].bias.requires_grad_(False)
-    with pytest.raises(MessageError, match="the frozen parameter 0.bias has other values"):
+    with pytest.raises(MessageError, match=r"the frozen parameter 0\.bias has other values"):
         greet(other, door)
-    greet(other.bfloat16().float().load_state_dict(net.state_dict()) and other, door)
+    other.load_state_dict(net.state_dict())
+    greet(other, door)

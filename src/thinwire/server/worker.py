@@ -114,8 +114,11 @@ class Worker:
 
     def wait(self) -> None:
         """Return when all parameters are there that the next step will use."""
-        if self.stopped is None and self._session is not None:
-            self._await(list(range(len(self._session.layout.layers))))
+        if self.stopped is not None or self._session is None:
+            return
+        there = self._await(list(range(len(self._session.layout.layers))))
+        if not there and not self._pushed and self.stopped is None:
+            self._synchronise()
 
     @property
     def stopped(self) -> str | None:
