@@ -361,7 +361,9 @@ class Server:
             if not answer.whole or self.codec is None:
                 self._sizes[request.layer, part] = len(answer.body)
             member.pool.sent(request, len(answer.body))
-            member.pool.known.here[request.layer] = request.clock
+            member.answered[request.layer, part] = request.clock
+            parts = range(len(self.layout.layers[request.layer].parts))
+            member.pool.known.here[request.layer] = min(member.answered.get((request.layer, p), -1) for p in parts)
             message = Message(kind, member.session, request.layer, part, request.clock, answer.edition, answer.body)
             member.sent += len(answer.body)
             self._send(member.peer, message)
