@@ -10,7 +10,7 @@ from thinwire.server.schedule import Request
 from thinwire.server.views import Views
 
 # What an answer is taken to be before the first of its part is known.
-GUESS = 1 << 17
+GUESS = 1 << 18
 
 
 class Answers:
@@ -60,7 +60,9 @@ class Answers:
             if answer.whole == (not self._views.deltas):
                 self._sizes[layer, part] = len(answer.body)
             member.pool.sent(request, len(answer.body))
-            member.pool.known.here[layer] = request.clock
+            member.answered[layer, part] = request.clock
+            parts = range(len(self._layout.layers[layer].parts))
+            member.pool.known.here[layer] = min(member.answered.get((layer, p), -1) for p in parts)
             member.asked.discard(number)
             # With a bound, what a worker wants to know is the steps inside; without one, how many changes there were.
             edition = answer.edition if self._clock.bound is None else self._clock.lowest[number]

@@ -238,7 +238,7 @@ class Courier:
         elif message.kind is Kind.REFUSED:
             raise ServerError(f"the server refused this worker: {message.json.get('reason')}")
         elif message.kind is Kind.STOP and message.session == (0 if session is None else session.number):
-            self._stop(str(message.json.get("reason")))
+            self._on_stop(str(message.json.get("reason")))
         elif session is None or message.session != session.number:
             return  # of an earlier session
         elif message.kind is Kind.AGAIN:
@@ -252,7 +252,7 @@ class Courier:
         elif message.kind is Kind.BUFFERS:
             self._on_buffers(session, message)
 
-    def _stop(self, reason: str) -> None:
+    def _on_stop(self, reason: str) -> None:
         with self._changed:
             self.stopped = reason
             self._changed.notify_all()

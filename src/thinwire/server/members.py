@@ -36,6 +36,7 @@ class Member:
     welcome: Message | None = None  # said again if it says hello again before anything else
     counter: Counter = field(default_factory=Counter)
     parked: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: clock, whole
+    answered: dict[tuple[int, int], int] = field(default_factory=dict)  # by (layer, part): the clock of its copy
     asked: set[int] = field(default_factory=set)  # parts whose pulls have not been answered
     holding: float | None = None  # since when all others wait for it
     received: int = 0  # bytes
