@@ -6,6 +6,7 @@ Processes are forked from one that has imported torch already: importing it take
 
 import contextlib
 import datetime
+import io
 import multiprocessing
 import os
 import time
@@ -133,3 +134,15 @@ class Cluster:
             pipe.close()
             process.kill()
             process.join()
+
+
+def printed(function: Callable[..., Any], world: int, *arguments: Any) -> str:
+    """function(rank, *arguments) on new ranks, which make their own process group; what they wrote to stdout."""
+    with contextlib.closing(Cluster()) as fresh:
+        return "".join(fresh.run(_captured, world, function, arguments, timeout=0))
+
+
+def _captured(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(rank, *arguments)
+    return out.getvalue()

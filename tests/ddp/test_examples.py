@@ -3,8 +3,6 @@
 Ranks that are forked have imported torch already, which takes longer than the training.
 """
 
-import contextlib
-import io
 import os
 import re
 import runpy
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster
+from tests.cluster import printed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -34,19 +32,12 @@ def torchrun(script: str, *arguments: str, ranks: int = 2, options: tuple[str, .
     return done.stdout
 
 
-def as_main(rank: int, script: str, arguments: tuple[str, ...]) -> str:
-    """Run a script as Python would in this process, a new one; what it printed."""
+def as_main(rank: int, script: str, *arguments: str) -> None:
+    """Run a script as Python would in this process, a new one."""
     os.environ.update(QUIET)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(EXAMPLES))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    return printed.getvalue()
-
-
-def forked(script: str, *arguments: str, ranks: int = 2) -> str:
-    with contextlib.closing(Cluster()) as cluster:
-        return "".join(cluster.run(as_main, ranks, script, arguments, timeout=0))
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
 def check(output: str, ranks: int = 2) -> None:
@@ -67,7 +58,7 @@ def test_torchrun() -> None:
 def test_integration(tmp_path: Path, library: str, script: str) -> None:
     if find_spec(library) is None and os.environ.get("CI") != "true":
         pytest.skip(f"{library} is not installed: pip install 'thinwire[integrations]'")
-    output = forked(script, str(tmp_path))
+    output = printed(as_main, 2, script, str(tmp_path))
     check(output)
     assert output.count("step 256") == 2, output  # the link's own count went on from the checkpoint
 
@@ -75,7 +66,7 @@ def test_integration(tmp_path: Path, library: str, script: str) -> None:
 def test_elastic_restart_is_the_unbroken_run_bit_by_bit(tmp_path: Path) -> None:
     broken = torchrun("elastic.py", str(tmp_path / "a"), "--kill-at", "12", ranks=4, options=("--max-restarts", "1"))
     assert "resumed at step 10" in broken
-    unbroken = forked("elastic.py", str(tmp_path / "b"), ranks=4)
+    unbroken = printed(as_main, 4, "elastic.py", str(tmp_path / "b"))
 
     def lines(output: str) -> list[str]:
         return sorted(line for line in output.splitlines() if line.startswith("rank "))
