@@ -13,7 +13,9 @@ from thinwire.bench.commands import app as bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
 from thinwire.race.race_command import race_command
+from thinwire.race.serve_command import serve_command
 from thinwire.race.train_command import train_command
+from thinwire.race.work_command import work_command
 from thinwire.recipes.command import recipes
 from thinwire.report.command import report
 
@@ -51,6 +53,8 @@ def _root(
 
 app.command("race")(race_command)
 app.command("train")(train_command)
+app.command("serve")(serve_command)
+app.command("work")(work_command)
 app.command()(recipes)
 app.command()(report)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from thinwire.events import Event, EventLog
+from thinwire.events import Event, EventLog, Run
 from thinwire.race.launch import launch
 from thinwire.race.live import LiveRuns
 from thinwire.race.race import Field, describe_run
+from thinwire.race.served import Terms
 from thinwire.race.worker import Work, parse, run_all
 from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import last_value, reached
@@ -57,6 +58,13 @@ class Training:
             else f"{steps} steps"
         )
         return f"{self.recipe.name} with {self.work.runs[0][0]}: {how}{shown}; {seconds:.0f} s in all."
+
+
+def describe_served(recipe: Recipe, terms: Terms, place: Field) -> Run:
+    """The first record of a log that a parameter server writes."""
+    work = Work(recipe.name, None, (), terms.plan)
+    method = f"{terms.mode}:{terms.push}/{terms.pull}"
+    return describe_run(recipe, work, place, method, terms.seed)
 
 
 def run_training(training: Training) -> str:
