@@ -41,8 +41,10 @@ def test_by_hand_one_worker_two_layers(policy: str) -> None:
     # 0 9-11; step 2 computes 11-15 and pushes 14-20. The others push 0 before 1b, at 5-7, and pull it 7-9: layer 0
     # starts at 9, layer 1 when it has come at 11, its backward ends at 13, and the last push at 13 + 6.
     assert by_hand(policy) == (20 if policy == "fifo" else 19)
-    # A worker with B = 1 never waits for step 2; its pushes of step 1 end at 9, and those of step 2 take 6 more.
-    assert by_hand(policy, staleness=1) == 15
+    # A lone worker that waits for its own pulls gains nothing from a bound; if its copy will do, it never waits for
+    # step 2: its pushes of step 1 end at 9, and those of step 2 take 6 more.
+    assert by_hand(policy, staleness=1) == by_hand(policy)
+    assert by_hand(policy, staleness=1, waits_for="copy") == 15
 
 
 def test_by_hand_versions_of_whole_layers() -> None:
@@ -104,6 +106,7 @@ def random_case(seed: int, staleness: int) -> Case:
         server_rate=draw.choice([0.5, 1.0, 4.0]),
         latency=draw.choice([0.0, 0.3e-3]),
         slowness=tuple(draw.choice([1.0, 1.0, 3.0]) for _ in range(workers)),
+        waits_for=draw.choice(["answer", "copy"]),
     )
 
 
@@ -134,7 +137,7 @@ def test_what_holds_in_any_case(seed: int, bound: int, policy: str) -> None:
         for layer in range(len(given_case.layers))
         for doing in ("forward", "backward", "push", "pull")
         for part in range(given_case.slices_of(layer) if doing in ("push", "pull") else 1)
-        for clock in range(steps - (doing == "pull"))  # nobody needs the parameters after the last step
+        for clock in range(doing == "pull", steps)  # the parameters of step 0 are there
     }
     assert seen == wanted
     for worker in range(given_case.workers):

@@ -20,6 +20,7 @@ class Case:
     staleness: int = 0  # B: step c may use a copy that has all pushes of the steps before c - B
     slices: tuple[int, ...] = ()  # of each layer; empty: one each
     versions: Literal["slice", "layer"] = "slice"  # what the server counts, and answers as soon as it is whole
+    waits_for: Literal["answer", "copy"] = "answer"  # a forward pass: to this step's pull, or any within the bound
     window: float | None = None  # seconds of transfer under way unacknowledged; None: the largest slice
     server_rate: float = 1.0  # the server's link, in links of a worker
     latency: float = 0.0  # one way

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from thinwire.server.case import Case, Doing, Interval, Outcome
 from thinwire.server.fluid import Delivery, SharedLink, rounded
 from thinwire.server.schedule import Request, check_policy
-from thinwire.server.simulated import Answer, Minima, SimulatedServer, SimulatedWorker
+from thinwire.server.simulated import Answer, SimulatedServer, SimulatedWorker
 
 
 def simulate(case: Case, policy: str) -> Outcome:
@@ -80,7 +80,7 @@ class _Simulation:
             return
         doing, layer = task
         if doing == "forward":
-            if worker.lag(layer) > self.case.staleness:
+            if not worker.may_use(layer):
                 return
             self.lags.append(worker.lag(layer))
             self.waits[layer] += self.now - worker.ready_since
@@ -99,12 +99,12 @@ class _Simulation:
 
         def arrive() -> None:
             self.stirred |= self.server.take(worker.number, request)
-            minima = self.server.minima()
-            self._later(self.case.latency, lambda: acknowledge(minima))
+            minima = list(self.server.lowest), list(self.server.holders)
+            self._later(self.case.latency, lambda: acknowledge(*minima))
 
-        def acknowledge(minima: Minima) -> None:
+        def acknowledge(lowest: list[int], holders: list[int]) -> None:
             worker.pool.done(request.size)
-            minima.tell(worker.pool.known)
+            worker.hear(lowest, holders)
             self.stirred.add(worker.number)
 
         if request.kind == "push":
@@ -119,12 +119,10 @@ class _Simulation:
         def arrive() -> None:
             worker.take(delivery.message)
             self.stirred.add(worker.number)
-            here = list(worker.pool.known.here)
-            self._later(self.case.latency, lambda: acknowledge(here))
+            self._later(self.case.latency, acknowledge)
 
-        def acknowledge(here: list[int]) -> None:
+        def acknowledge() -> None:
             pool.done(request.size)
-            pool.known.here[:] = here
             self.stirred.add(worker.number)
 
         self._note(worker.number, "pull", request.layer, request.part, request.clock, delivery.start)

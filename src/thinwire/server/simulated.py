@@ -15,6 +15,11 @@ def _window(case: Case) -> int:
     return max(1, _size(case.window_seconds()))
 
 
+def _zeros(case: Case) -> list[list[int]]:
+    """A figure for each slice of each layer."""
+    return [[0] * case.slices_of(layer) for layer in range(len(case.layers))]
+
+
 class SimulatedWorker:
     """One worker: its requests, its place in the step, and whether it computes."""
 
@@ -24,7 +29,8 @@ class SimulatedWorker:
         self.slowness = case.slowness[number] if case.slowness else 1.0
         self.clock, self.place = 0, 0  # places of a step: forward of each layer, then backward of each
         self.busy, self.ready_since = False, 0.0
-        self.copy = [[0] * case.slices_of(layer) for layer in range(len(case.layers))]  # versions of the slices
+        self.copy = _zeros(case)  # the version of each slice
+        self.answered = _zeros(case)  # the clock of each slice's last answer
 
     def task(self) -> tuple[Doing, int] | None:
         """What it would compute next, unless it computes or is done."""
@@ -35,7 +41,13 @@ class SimulatedWorker:
 
     def lag(self, layer: int) -> int:
         """How many steps its copy of a layer is behind."""
-        return self.clock - self.pool.known.here[layer]
+        return self.clock - min(self.copy[layer])
+
+    def may_use(self, layer: int) -> bool:
+        """Whether a forward pass need not wait for a layer."""
+        if self.case.waits_for == "answer":
+            return min(self.answered[layer]) >= self.clock
+        return self.lag(layer) <= self.case.staleness
 
     def finish(self, doing: Doing, layer: int, now: float) -> None:
         """A layer's pass is done; after its backward pass each slice is pushed, and pulled for the next step."""
@@ -51,7 +63,7 @@ class SimulatedWorker:
         pushes = [Request("push", layer, part, self.clock, size) for part in parts]
         if self.clock + 1 == self.case.iterations:
             return pushes
-        pulls = [Request("pull", layer, part, self.clock, 0) for part in parts]
+        pulls = [Request("pull", layer, part, self.clock + 1, 0) for part in parts]
         if self.case.versions == "layer":
             return pushes + pulls  # no pull can bring this step before its last push is there
         return [request for pair in zip(pushes, pulls, strict=True) for request in pair]
@@ -59,20 +71,12 @@ class SimulatedWorker:
     def take(self, answer: "Answer") -> None:
         """A slice has come; a copy is as new as its oldest slice."""
         layer, part = answer.request.layer, answer.request.part
-        self.copy[layer][part] = answer.version
+        self.copy[layer][part], self.answered[layer][part] = answer.version, answer.request.clock
         self.pool.known.here[layer] = min(self.copy[layer])
-        answer.minima.tell(self.pool.known)
 
-
-@dataclass(frozen=True)
-class Minima:
-    """c_l and its holders, as the server knows them at one moment."""
-
-    lowest: list[int]
-    holders: list[int]
-
-    def tell(self, known: Staleness) -> None:
-        known.lowest[:], known.holders[:] = self.lowest, self.holders
+    def hear(self, lowest: list[int], holders: list[int]) -> None:
+        """An acknowledgement told where the server's minima are."""
+        self.pool.known.lowest[:], self.pool.known.holders[:] = lowest, holders
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,6 @@ class Answer:
 
     request: Request
     version: int
-    minima: Minima
 
 
 class SimulatedServer:
@@ -91,14 +94,11 @@ class SimulatedServer:
         self.case, layers, workers = case, len(case.layers), case.workers
         # The clock of each worker, of each slice of each layer.
         self.clocks = [[[0] * workers for _ in range(case.slices_of(layer))] for layer in range(layers)]
+        self.sent = [_zeros(case) for _ in range(workers)]  # the version of each slice that went to each worker
         self.lowest, self.holders = [0] * layers, [workers] * layers
         known = [Staleness(self.lowest, self.holders, [0] * layers) for _ in range(workers)]
         self.pools = [Pool(policy, one, _window(case)) for one in known]
         self.asked: list[list[tuple[int, Request]]] = [[] for _ in range(layers)]  # pulls that wait, and whose
-
-    def minima(self) -> Minima:
-        """The clocks as they are now, for a message."""
-        return Minima(list(self.lowest), list(self.holders))
 
     def version(self, layer: int, part: int) -> int:
         """All pushes of the clocks before it have arrived: of this slice, or of its whole layer."""
@@ -116,7 +116,7 @@ class SimulatedServer:
         waiting, self.asked[layer] = self.asked[layer], []
         answered, size = set(), _size(self.case.part_seconds(layer))
         for worker, pull in waiting:
-            if self.version(layer, pull.part) >= pull.clock + 1 - self.case.staleness:
+            if self.version(layer, pull.part) >= pull.clock - self.case.staleness:
                 self.pools[worker].put(Request("pull", layer, pull.part, pull.clock, size))
                 answered.add(worker)
             else:
@@ -125,7 +125,11 @@ class SimulatedServer:
 
     def answer(self, number: int) -> Answer | None:
         """The next answer to a worker. It is made when it goes, not when it was asked for: it is that much newer."""
-        request = self.pools[number].next()
+        pool, sent = self.pools[number], self.sent[number]
+        request = pool.next()
         if request is None:
             return None
-        return Answer(request, self.version(request.layer, request.part), self.minima())
+        layer, part = request.layer, request.part
+        sent[layer][part] = version = self.version(layer, part)
+        pool.known.here[layer] = min(sent[layer])
+        return Answer(request, version)
