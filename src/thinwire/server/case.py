@@ -21,7 +21,7 @@ class Case:
     slices: tuple[int, ...] = ()  # of each layer; empty: one each
     versions: Literal["slice", "layer"] = "slice"  # what the server counts, and answers as soon as it is whole
     waits_for: Literal["answer", "copy"] = "answer"  # a forward pass: to this step's pull, or any within the bound
-    window: float | None = None  # seconds of transfer under way unacknowledged; None: the largest slice
+    window: float | None = None  # seconds of transfer under way unacknowledged; None: two of the largest slices
     server_rate: float = 1.0  # the server's link, in links of a worker
     latency: float = 0.0  # one way
     slowness: tuple[float, ...] = ()  # of each worker: factor on its computation; empty: 1 each
@@ -36,6 +36,8 @@ class Case:
         _check(all(n > 0 for n in self.slices), "a layer must have at least one slice")
         _check(len(slow) in (0, self.workers), f"{self.workers} workers need {self.workers} figures of slowness")
         _check(all(0 < n < math.inf for n in slow), "the slowness of a worker must be more than 0")
+        _check(self.versions in ("slice", "layer"), f'versions are of a "slice" or a "layer", not {self.versions!r}')
+        _check(self.waits_for in ("answer", "copy"), f'one waits for an "answer" or a "copy", not {self.waits_for!r}')
         _check(0 < self.server_rate < math.inf, f"the server's rate must be more than 0, not {self.server_rate}")
         _check(0 <= self.latency < math.inf, f"the latency must be 0 or more, not {self.latency}")
         _check(self.window is None or 0 < self.window < math.inf, f"the window must be more than 0, not {self.window}")
@@ -49,8 +51,15 @@ class Case:
         return self.layers[layer].transfer / self.slices_of(layer)
 
     def window_seconds(self) -> float:
-        """The window of every pool."""
-        return self.window or max(self.part_seconds(layer) for layer in range(len(self.layers)))
+        """The window of every pool: one slice arrives while the other's acknowledgement is on its way."""
+        return self.window or 2 * max(self.part_seconds(layer) for layer in range(len(self.layers)))
+
+
+def even_slices(layers: Sequence[LayerTimes], of_largest: int) -> tuple[int, ...]:
+    """Cut every layer into slices of one size, as the server does; the layer that takes longest into so many."""
+    _check(of_largest > 0, f"the largest layer must have at least one slice, not {of_largest}")
+    size = max(layer.transfer for layer in layers) / of_largest
+    return tuple(max(1, math.ceil(layer.transfer / size - 1e-9)) if size else 1 for layer in layers)
 
 
 def _check(holds: bool, otherwise: str) -> None:
@@ -85,5 +94,5 @@ class Outcome:
 
 
 def winner(outcomes: Sequence[Outcome]) -> Outcome:
-    """The least makespan; of equal ones the least staleness, then the first named."""
-    return min(outcomes, key=lambda outcome: (outcome.makespan, outcome.staleness_mean))
+    """The least makespan; of equal ones the least staleness, then one that does not starve, then the first named."""
+    return min(outcomes, key=lambda outcome: (outcome.makespan, outcome.staleness_mean, outcome.policy == "filo"))
