@@ -19,6 +19,7 @@ from thinwire.race.train_command import train_command
 from thinwire.race.work_command import work_command
 from thinwire.recipes.command import recipes
 from thinwire.report.command import report
+from thinwire.transport.command import app as keys
 
 app = typer.Typer(
     name="thinwire",
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command("lab", context_settings={"allow_interspersed_args": False})(lab_command)
 
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 app.add_typer(simulate, name="simulate")
 
 # Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.

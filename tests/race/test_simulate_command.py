@@ -10,8 +10,8 @@ from tests.report.browser import render
 from thinwire.cli import run
 from thinwire.report import gantt
 from thinwire.server.case import Case, Outcome, even_slices
-from thinwire.server.profile import LayerTimes, write_profile
 from thinwire.server.simulate import compare
+from thinwire.server.times import LayerTimes, write_profile
 
 COMMAND = ["simulate", "schedule"]
 SMALL = [*COMMAND, "--workers", "2", "--iterations", "3"]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from thinwire.errors import LogError
 from thinwire.server.case import Case, Outcome, even_slices, winner
 from thinwire.server.fluid import SharedLink
-from thinwire.server.profile import LayerTimes, read_profile, write_profile
 from thinwire.server.schedule import POLICIES, Policy, Request, Staleness
 from thinwire.server.simulate import compare, simulate
+from thinwire.server.times import LayerTimes, read_profile, write_profile
 
 ALL = sorted(POLICIES)
 

@@ -9,7 +9,7 @@ import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -49,19 +49,14 @@ def serve_command(
     from thinwire.events import EventLog
     from thinwire.race.plans import make_plan
     from thinwire.race.race import Field
-    from thinwire.race.served import Serving, Terms
+    from thinwire.race.served import Serving, Terms, check_terms
     from thinwire.race.status import serve_metrics, status
-    from thinwire.race.train import describe_served
+    from thinwire.race.train_served import describe_served
     from thinwire.recipes import get_recipe
-    from thinwire.server.naming import named_codec
     from thinwire.transport.addresses import listen
 
     made = get_recipe(recipe)
-    named_codec(push), named_codec(compress)
-    choices = {"mode": (mode, ("bsp", "ssp", "async")), "reduce": (reduce, ("mean", "sum"))}
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ValueError(f"--{name} is one of {', '.join(known)}, not {value!r}")
+    words = check_terms(push, compress, mode, reduce, policy)
     plan = make_plan(
         made,
         workers=expect,
@@ -74,19 +69,7 @@ def serve_command(
         evaluate_every=evaluate_every,
         checkpoint=checkpoint,
     )
-    terms = Terms(
-        plan,
-        seed,
-        expect,
-        push,
-        compress,
-        cast(Any, mode),
-        bound,
-        cast(Any, reduce),
-        policy,
-        save_every=save_every,
-        timeout=timeout,
-    )
+    terms = Terms(plan, seed, expect, bound=bound, save_every=save_every, timeout=timeout, **words)
     date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     path = events if events is not None else Path("runs") / f"{made.name}-server-{date}.jsonl"
     place = Field(expect, None, shlex.join(["thinwire", *sys.argv[1:]]))

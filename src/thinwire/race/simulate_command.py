@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from thinwire.server.case import Case, Outcome
-    from thinwire.server.profile import LayerTimes
+    from thinwire.server.times import LayerTimes
 
 app = typer.Typer(help="Predict, without running anything.", no_args_is_help=True)
 # More slices than this, times workers and steps, take minutes.
@@ -119,7 +119,7 @@ def _table(case: "Case", outcomes: "list[Outcome]") -> "Table":
 
 
 def _from_profile(path: Path, layers: int | None, given: tuple[str | None, ...]) -> "tuple[LayerTimes, ...]":
-    from thinwire.server.profile import read_profile
+    from thinwire.server.times import read_profile
 
     if any(option is not None for option in given):
         raise ValueError("--from brings the times: leave out --forward, --backward and --transfer")
@@ -130,7 +130,7 @@ def _from_profile(path: Path, layers: int | None, given: tuple[str | None, ...])
 
 
 def _from_options(layers: int | None, given: dict[str, str | None]) -> "tuple[LayerTimes, ...]":
-    from thinwire.server.profile import LayerTimes
+    from thinwire.server.times import LayerTimes
 
     usual = {"forward": "1", "backward": "2", "transfer": "1"}
     texts = {what: text if text is not None else usual[what] for what, text in given.items()}

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from thinwire.events import Event, EventLog, Run
+from thinwire.events import Event, EventLog
 from thinwire.race.launch import launch
 from thinwire.race.live import LiveRuns
 from thinwire.race.race import Field, describe_run
-from thinwire.race.served import Terms
 from thinwire.race.worker import Work, parse, run_all
 from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import last_value, reached
@@ -60,13 +59,6 @@ class Training:
         return f"{self.recipe.name} with {self.work.runs[0][0]}: {how}{shown}; {seconds:.0f} s in all."
 
 
-def describe_served(recipe: Recipe, terms: Terms, place: Field) -> Run:
-    """The first record of a log that a parameter server writes."""
-    work = Work(recipe.name, None, (), terms.plan)
-    method = f"{terms.mode}:{terms.push}/{terms.pull}"
-    return describe_run(recipe, work, place, method, terms.seed)
-
-
 def run_training(training: Training) -> str:
     """Start the workers, show and log what they tell."""
     method, _ = training.work.runs[0]
@@ -88,7 +80,7 @@ def run_training(training: Training) -> str:
             if isinstance(event, str) or getattr(event, "rank", 0) == 0:
                 live.watch(0, event)
 
-        launch(training.work, training.place.hosts, training.place.rate, read)
+        launch(training.work.command(), training.place.hosts, training.place.rate, read)
     return training.summary(log, time.monotonic() - began)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from thinwire.server.profile import LayerTimes
+from thinwire.server.times import LayerTimes
 
 Doing = Literal["forward", "backward", "push", "pull"]
 

@@ -28,6 +28,7 @@ class Member:
     heard: float
     progressed: float  # when it last pushed
     parked: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: clock, whole
+    answered: dict[tuple[int, int], int] = field(default_factory=dict)  # by (layer, part): the clock of its copy
     received: int = 0  # bytes
     sent: int = 0
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))

@@ -6,6 +6,7 @@ What listener and connection have in common; all of it but `wake` belongs to the
 import contextlib
 import errno
 import math
+import os
 import socket
 import threading
 from collections import deque
@@ -15,12 +16,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from thinwire.transport.base import LARGEST
+from thinwire.transport.gate import Gate
 from thinwire.transport.limits import MOST_PARTS
 
 # Smaller parts are copied, which is cheaper than to keep track of them.
 COPIED = 1 << 14
 # Messages that ZeroMQ holds for one peer: those to send, and those to read (beyond them TCP makes the sender wait).
-TO_SEND, TO_READ = 1000, 32
+TO_SEND, TO_READ = 1000, 8
 LINGER_MS = 1000
 HANDSHAKES = zmq.Event.HANDSHAKE_SUCCEEDED | (
     zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -31,20 +33,20 @@ class Outbox:
     """Bytes on their way to one peer, counted until ZeroMQ lets go of them."""
 
     def __init__(self) -> None:
-        self._parts: deque[zmq.Frame] = deque()
+        self._parts: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._bytes = 0
 
     def has_room(self, size: int) -> bool:
         """Whether a message may be queued: always behind an empty queue, else while the peer is not far behind."""
-        while self._parts and self._parts[0].tracker.done:
-            self._bytes -= len(self._parts.popleft())
+        while self._parts and self._parts[0][0].done:
+            self._bytes -= self._parts.popleft()[1]
         return not self._parts or self._bytes + size <= LARGEST
 
     def add(self, frames: Sequence[zmq.Frame]) -> None:
         """Count parts that are on their way now; small ones were copied and ZeroMQ's own limit holds for them."""
         for frame in frames:
             if not frame.tracker.done:
-                self._parts.append(frame)
+                self._parts.append((frame.tracker, len(frame)))
                 self._bytes += len(frame)
 
 
@@ -76,14 +78,15 @@ class Endpoint:
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._lock = threading.Lock()  # between `wake` and `close`
+        self._gate: Gate | None = None
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor, self._woken):
             self._poller.register(source, zmq.POLLIN)
 
-    @property
-    def context(self) -> "zmq.Context[zmq.Socket[bytes]]":
-        """The context, for an authenticator."""
-        return self._context
+    def guard(self, folder: str | os.PathLike[str]) -> None:
+        """Encrypt, and let in only workers whose keys are in a folder. Before the socket is bound."""
+        self._gate = Gate(self._context, folder)
+        self._gate.guard(self.socket)
 
     def send(self, frames: Sequence[zmq.Frame | bytes]) -> bool:
         """Queue one message; False if its peer is unknown or its queue is full."""
@@ -145,6 +148,8 @@ class Endpoint:
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close()
+        if self._gate:
+            self._gate.close()
         with self._lock:
             self._woken.close()
             self._waker.close()

@@ -14,6 +14,7 @@ import zmq
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer, Connection, Listener, Parts, Peer
 from thinwire.transport.endpoint import COPIED, Endpoint, Outbox
+from thinwire.transport.keys import Keys
 from thinwire.transport.limits import acceptable, views
 
 log = logging.getLogger("thinwire.transport")
@@ -21,6 +22,10 @@ log = logging.getLogger("thinwire.transport")
 NAME_BYTES = 16
 # Messages that one poll returns at most, so that a peer that never stops cannot hold the server in it.
 AT_ONCE = 256
+# A server with another key only hangs up, as one does that is just restarting: it is believed the fifth time.
+PERSISTENT = 5
+
+Folder = str | os.PathLike[str]
 
 
 def _frames(parts: Sequence[Buffer]) -> list[zmq.Frame]:
@@ -30,7 +35,7 @@ def _frames(parts: Sequence[Buffer]) -> list[zmq.Frame]:
 class TcpListener(Listener):
     """The server's side over TCP."""
 
-    def __init__(self, endpoint: str, *, shown_host: str | None = None) -> None:
+    def __init__(self, endpoint: str, *, keys: Folder | None = None, shown_host: str | None = None) -> None:
         self._endpoint = Endpoint(zmq.ROUTER)
         self._outboxes: defaultdict[Peer, Outbox] = defaultdict(Outbox)
         self.discarded = 0  # messages beyond the limits, or of strangers
@@ -40,10 +45,15 @@ class TcpListener(Listener):
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that comes back is known before its old connection is dead
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
+            if keys is not None:
+                self._endpoint.guard(keys)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._endpoint.close()
             raise TransportError(f"cannot listen on {endpoint}: {error.strerror.lower()}") from None
+        except TransportError:
+            self._endpoint.close()
+            raise
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if shown_host:
             self._address = f"tcp://{shown_host}:{self._address.rpartition(':')[2]}"
@@ -80,10 +90,11 @@ class TcpListener(Listener):
 
     def _count_handshakes(self) -> None:
         for event, _ in self._endpoint.handshakes():
-            if event != zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.refused += 1
-                if self.refused & (self.refused - 1) == 0:
-                    log.warning("refused a connection: its handshake failed (%d so far)", self.refused)
+            self.refused += event != zmq.Event.HANDSHAKE_SUCCEEDED
+            # The gate names unknown keys itself; the others are strangers, whose flood must not fill the log.
+            strange = event in (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
+            if strange and self.refused & (self.refused - 1) == 0:
+                log.warning("refused a connection: no handshake, or without the right keys (%d so far)", self.refused)
 
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
         frames = _frames(parts)
@@ -109,16 +120,22 @@ class TcpListener(Listener):
 class TcpConnection(Connection):
     """A worker's side over TCP."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, keys: Keys | None = None) -> None:
         self._where = endpoint
         self._endpoint = Endpoint(zmq.DEALER)
         self._outbox = Outbox()
-        self._failed = 0  # handshakes in a row
+        self._keys = keys
+        self._failures: int | None = 0  # handshakes that failed before the first success
+        self._error: TransportError | None = None
         self.discarded = 0
         socket = self._endpoint.socket
         # ZeroMQ keeps names that begin with a zero for itself. Nobody can guess this one and take the worker's place.
         socket.setsockopt(zmq.ROUTING_ID, b"\1" + os.urandom(NAME_BYTES - 1))
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -134,16 +151,30 @@ class TcpConnection(Connection):
                 return found or self._arrived()
 
     def _check_handshakes(self) -> None:
-        """Raise for a server that will never take this worker; silence and closed doors may pass."""
-        for event, _ in self._endpoint.handshakes():
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self._failed = 0
-            elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                raise TransportError(f"the server at {self._where} does not know this worker's key")
-            elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-                raise TransportError(f"the server at {self._where} speaks another language")
-            else:
-                self._failed += 1
+        """Raise for a server that will never take this worker; one that is away may come back."""
+        for event, value in self._endpoint.handshakes():
+            self._error = self._error or self._verdict(event, value)
+        if self._error:
+            raise self._error
+
+    def _verdict(self, event: int, value: int) -> TransportError | None:
+        """What a handshake's end says. ZeroMQ itself gives up after the first two kinds of failure."""
+        if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            return TransportError(f"the server at {self._where} does not know this worker's key")
+        if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+            if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                return TransportError(f"what listens at {self._where} is no server of thinwire")
+            other = "without keys, and this worker has some" if self._keys else "with keys, and this worker has none"
+            return TransportError(f"the server at {self._where} runs {other}; --keys must be given to both or neither")
+        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._failures = None
+        elif self._keys and self._failures is not None:
+            self._failures += 1
+            if self._failures == PERSISTENT:
+                return TransportError(
+                    f"the server at {self._where} hangs up: its key is not the one in this worker's file of keys"
+                )
+        return None
 
     def _arrived(self) -> list[Parts]:
         found: list[Parts] = []
