@@ -55,7 +55,8 @@ auto with_source(const Source& s, F&& f) {
   });
 }
 
-// The bits of the magnitudes of about `wanted` elements, an even share of each vector.
+}  // namespace
+
 std::vector<uint32_t> sample_of(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed) {
   uint64_t all = 0;
   for (const Vector& v : vectors) all += v.n;
@@ -74,6 +75,8 @@ std::vector<uint32_t> sample_of(const std::vector<Vector>& vectors, uint64_t wan
   sample.resize(size_t(out - sample.data()));
   return sample;
 }
+
+namespace {
 
 // The largest elements of a sample, more than `rank` of them: those above a guess from a few, or all if that fails.
 std::vector<uint32_t> largest_of(const std::vector<uint32_t>& sample, uint64_t rank) {
