@@ -14,7 +14,7 @@ import thinwire as tw
 from tests.codec.codec_cases import KINDS, quick
 from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
 from thinwire.tune.adaptive import Adaptive, Rule
-from thinwire.tune.cost import Affine, Cost, Measured, Packets, Payload
+from thinwire.tune.cost import Affine, Array, Cost, Measured, Packets, Payload
 from thinwire.tune.law import Law
 
 COSTS: list[Cost] = [
@@ -31,12 +31,12 @@ def law_of(x: torch.Tensor, make: Any = NativeGroup) -> Law:
     return Law(make([Vector(x, None, 1.0, None, None)]).histogram(1 << 40, 0), x.numel())
 
 
-def gains(x: torch.Tensor, rule: Rule) -> np.ndarray[Any, Any]:
+def gains(x: torch.Tensor, rule: Rule) -> Array:
     """What 1, 2, ... n entries buy, by the papers' formulas, from all magnitudes in order."""
     m = np.sort(x.double().abs().numpy())[::-1]
     if rule == "plain":
-        return np.cumsum(m * m) / np.sum(m * m)
-    return np.cumsum(m) ** 2 / (np.arange(1, len(m) + 1) * np.sum(m * m))
+        return np.asarray(np.cumsum(m * m) / np.sum(m * m))
+    return np.asarray(np.cumsum(m) ** 2 / (np.arange(1, len(m) + 1) * np.sum(m * m)))
 
 
 def random_gain(x: torch.Tensor, entries: int) -> float:
