@@ -13,9 +13,12 @@ from thinwire.bench.commands import app as bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
 from thinwire.race.race_command import race_command
+from thinwire.race.serve_command import serve_command
 from thinwire.race.train_command import train_command
+from thinwire.race.work_command import work_command
 from thinwire.recipes.command import recipes
 from thinwire.report.command import report
+from thinwire.transport.command import app as keys
 
 app = typer.Typer(
     name="thinwire",
@@ -28,6 +31,7 @@ app = typer.Typer(
 app.command("lab", context_settings={"allow_interspersed_args": False})(lab_command)
 
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 
 # Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -51,6 +55,8 @@ def _root(
 
 app.command("race")(race_command)
 app.command("train")(train_command)
+app.command("serve")(serve_command)
+app.command("work")(work_command)
 app.command()(recipes)
 app.command()(report)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from thinwire.bench.ddp import ddp_command
+from thinwire.bench.server import server_command
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
@@ -35,3 +36,4 @@ def codec(
 
 
 app.command("ddp")(ddp_command)
+app.command("server")(server_command)
