@@ -48,9 +48,8 @@ def test_frames_are_as_large_as_the_codec_makes_them() -> None:
     for density in (0.1, 0.01, 0.001):
         frame = tw.Codec(tw.TopK(density, exact=True)).encode({"w": torch.randn(300_000)})
         assert frame_bytes(Setting("x", density=density), 300_000) == pytest.approx(len(frame), rel=0.08, abs=80)
-    assert sent(Setting("x", "scatter-reduce", density=0.01), 10**6, 64) < sent(
-        Setting("x", "gather", density=0.01), 10**6, 64
-    )
+    scattered, gathered = (sent(Setting("x", e, density=0.01), WORK, 64) for e in ("scatter-reduce", "gather"))
+    assert scattered < gathered / 10
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def write_report(
         runs=_runs(logs),
         data=figures(logs),
     )
-    _replace(path, page)
+    replace_page(path, page)
 
 
 def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row]:
@@ -123,7 +123,7 @@ def _page(
         "TITLE": escape(title),
         "VERDICT": escape(verdict),
         "FACTS": facts_html,
-        "TABLE": _table(table),
+        "TABLE": table_html(table),
         "RUNS": runs_html,
         "STYLE": (here / "page.css").read_text(encoding="utf-8"),
         # A log is foreign text: without "<" it cannot end the script element that holds it.
@@ -131,12 +131,17 @@ def _page(
         "SCRIPT": (here / "page.js").read_text(encoding="utf-8"),
         "PLOTLY": get_plotlyjs(),
     }
-    template = (here / "page.html").read_text(encoding="utf-8")
+    return fill((here / "page.html").read_text(encoding="utf-8"), parts)
+
+
+def fill(template: str, parts: Mapping[str, str]) -> str:
+    """A template with its @@NAMES@@ replaced."""
     pieces = template.split("@@")  # text and names take turns, so nothing inserted is searched again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 
-def _table(rows: Sequence[Row]) -> str:
+def table_html(rows: Sequence[Row]) -> str:
+    """Rows as a table that folds into a list on a narrow screen."""
     if not rows:
         return ""
     headings = list(rows[0])
@@ -150,7 +155,7 @@ def _table(rows: Sequence[Row]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_page(path: Path, text: str) -> None:
     """Write the whole page or nothing."""
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as out:

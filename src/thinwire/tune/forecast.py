@@ -6,7 +6,7 @@ full is what training waits for.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from thinwire.tune.network import Network
@@ -30,6 +30,8 @@ class Setting:
         return f"{self.name} by {self.exchange}" if self.compressed else self.name
 
 
+# Elements below which a link lets a bucket wait for the next (ddp/link.py).
+SMALL = 1 << 19
 # What headers and spare room add when a frame is cut into one part for every rank.
 _SCATTERED = 1.2
 
@@ -43,6 +45,15 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
+class CodecTimes:
+    """What a codec really takes for the whole model: seconds to encode, to read one frame, and the frame's bytes."""
+
+    encode: float
+    decode: float
+    frame: float
+
+
+@dataclass(frozen=True)
 class Workload:
     """A step of a model on its machine, without any exchange."""
 
@@ -53,10 +64,30 @@ class Workload:
     decode: float  # seconds to read one such frame
     copy: float = 0.0  # seconds to narrow everything to 16 bits and back
     alpha: Mapping[float, float] | None = None  # by density: the share of the squared norm that it carries
+    codecs: Mapping[str, CodecTimes] | None = None  # by a setting's name, where they were measured
 
     @property
     def elements(self) -> int:
         return sum(self.buckets)
+
+    def times(self, setting: Setting) -> CodecTimes:
+        """What a codec takes: as measured, or from what 1 % takes."""
+        if self.codecs is not None and setting.name in self.codecs:
+            return self.codecs[setting.name]
+        # Encoding reads every element and writes the chosen ones, at 17 times the time each; decoding knows only these.
+        encode = self.encode * (1.0 + 17.0 * setting.density) / 1.17
+        return CodecTimes(encode, self.decode * setting.density / 0.01, frame_bytes(setting, self.elements))
+
+    def together(self) -> "Workload":
+        """The same with small buckets exchanged together with the next, as links do."""
+        buckets, ready, waiting = [], [], 0
+        for place, (elements, at) in enumerate(zip(self.buckets, self.ready, strict=True)):
+            waiting += elements
+            if waiting >= SMALL or place == len(self.buckets) - 1:
+                buckets.append(waiting)
+                ready.append(at)
+                waiting = 0
+        return replace(self, buckets=tuple(buckets), ready=tuple(ready))
 
 
 @dataclass(frozen=True)
@@ -78,17 +109,18 @@ def frame_bytes(setting: Setting, elements: int) -> float:
 def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
     """The time of a step and what a rank sends in it."""
     done = -math.inf
+    work = work.together() if setting.compressed else work
     for elements, ready in zip(work.buckets, work.ready, strict=True):
         done = max(done, ready) + _exchange(setting, work, network, elements)
     alpha = 1.0 if not setting.compressed or work.alpha is None else at_density(work.alpha, setting.density)
-    return Forecast(setting, work.compute + max(done, 0.0), sent(setting, work.elements, network.world), alpha)
+    return Forecast(setting, work.compute + max(done, 0.0), sent(setting, work, network.world), alpha)
 
 
-def sent(setting: Setting, elements: int, world: int) -> float:
+def sent(setting: Setting, work: Workload, world: int) -> float:
     """Bytes that a rank sends in a step."""
     if not setting.compressed:
-        return 2.0 * setting.width * elements * (world - 1) / world
-    frame = frame_bytes(setting, elements)
+        return 2.0 * setting.width * work.elements * (world - 1) / world
+    frame = work.times(setting).frame
     return frame * (world - 1) if setting.exchange == "gather" else 2.0 * _SCATTERED * frame * (world - 1) / world
 
 
@@ -97,13 +129,11 @@ def _exchange(setting: Setting, work: Workload, network: Network, elements: int)
     share = elements / max(work.elements, 1)
     if not setting.compressed:
         return network.reduce(setting.width * elements) + (work.copy * share if setting.width < 4 else 0.0)
-    # Encoding reads every element and writes the chosen ones, at 17 times the time each; decoding knows only these.
-    encode = work.encode * share * (1.0 + 17.0 * setting.density) / 1.17
-    decode = work.decode * share * setting.density / 0.01
-    size = frame_bytes(setting, elements)
+    times = work.times(setting)
     if setting.exchange == "gather":
-        return encode + network.gather(size) + network.world * decode
-    return 2.0 * encode + network.scatter(_SCATTERED * size) + 2.0 * decode
+        return share * (times.encode + network.world * times.decode) + network.gather(share * times.frame)
+    # Two selections; of every entry one rank reads all, and everybody the result.
+    return share * 2.0 * (times.encode + times.decode) + network.scatter(_SCATTERED * share * times.frame)
 
 
 def at_density(alpha: Mapping[float, float], density: float) -> float:
