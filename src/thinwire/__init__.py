@@ -38,6 +38,11 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.exchange.scatter_reduce import ScatterReduce as ScatterReduce
     from thinwire.server.server import Server as Server
     from thinwire.server.worker import Worker as Worker
+    from thinwire.tune.adaptive import Adaptive as Adaptive
+    from thinwire.tune.cost import Affine as Affine
+    from thinwire.tune.cost import Measured as Measured
+    from thinwire.tune.cost import Packets as Packets
+    from thinwire.tune.cost import Payload as Payload
 
 try:
     __version__ = metadata.version("thinwire")
@@ -69,6 +74,11 @@ _PUBLIC = {
     "Gather": "exchange.gather",
     "ScatterReduce": "exchange.scatter_reduce",
     "Hierarchical": "exchange.hierarchical",
+    "Adaptive": "tune.adaptive",
+    "Affine": "tune.cost",
+    "Measured": "tune.cost",
+    "Packets": "tune.cost",
+    "Payload": "tune.cost",
     "attach": "ddp.attach",
     "Link": "ddp.link",
     "merge_states": "ddp.states",

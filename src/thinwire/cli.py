@@ -12,6 +12,7 @@ import thinwire
 from thinwire.bench.commands import app as bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
+from thinwire.race.advise_command import advise_command
 from thinwire.race.race_command import race_command
 from thinwire.race.serve_command import serve_command
 from thinwire.race.simulate_command import app as simulate
@@ -56,6 +57,7 @@ def _root(
 
 
 app.command("race")(race_command)
+app.command("advise")(advise_command)
 app.command("train")(train_command)
 app.command("serve")(serve_command)
 app.command("work")(work_command)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.bench.advice import advice_command
 from thinwire.bench.ddp import ddp_command
 from thinwire.bench.server import server_command
 
@@ -36,4 +37,5 @@ def codec(
 
 
 app.command("ddp")(ddp_command)
+app.command("advice")(advice_command)
 app.command("server")(server_command)
