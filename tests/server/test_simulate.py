@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.server.serving import gradients, serving, small_net
 from thinwire.errors import LogError
 from thinwire.server.case import Case, Outcome, even_slices, winner
 from thinwire.server.fluid import SharedLink
+from thinwire.server.profile import Profiler
 from thinwire.server.schedule import POLICIES, Policy, Request, Staleness
+from thinwire.server.server import Server
 from thinwire.server.simulate import compare, simulate
 from thinwire.server.times import LayerTimes, read_profile, write_profile
+from thinwire.server.worker import Worker
 
 ALL = sorted(POLICIES)
 
@@ -235,3 +240,19 @@ def test_a_wrong_profile_is_one_sentence(tmp_path: Path, text: str, said: str) -
         read_profile(tmp_path / "profile.json")
     with pytest.raises(LogError, match="cannot read the profile"):
         read_profile(tmp_path / "missing.json")
+
+
+def test_a_real_workers_profile_feeds_the_model(tmp_path: Path) -> None:
+    model, path = small_net(), tmp_path / "profile.json"
+    server = Server(model, torch.optim.SGD(model.parameters(), lr=0.1), expect=1)
+    with serving(server, max_steps=5) as address, Worker(address, small_net(1)) as worker:
+        profiler = Profiler(worker)
+        while worker.stopped is None:
+            gradients(worker.model, worker.clock, worker.slot)
+            worker.step()
+        profiler.close()
+        profiler.write(path)
+    layers = read_profile(path)
+    assert [layer.name for layer in layers] == worker.layers
+    assert all(layer.forward > 0 and layer.backward > 0 and layer.transfer > 0 for layer in layers)
+    assert simulate(Case(layers, workers=2, iterations=3), "forward").makespan > 0
