@@ -1,6 +1,7 @@
 """attach(model, "auto") on real processes: all ranks choose alike, change their mind together, and lose nothing."""
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import thinwire as tw
 from tests.cluster import Cluster
 from tests.ddp import jobs
 from thinwire.ddp import pilot as module
+from thinwire.lab import Lab
+from thinwire.lab.testing import require_lab
 from thinwire.tune.network import Network
 
 
@@ -172,3 +175,25 @@ def test_adaptive_ranks_agree_on_what_they_send(cluster: Cluster, agree: str | N
     assert digest == other and known
     assert aims == others
     assert all((aim > 0.0) == (agree is not None) for aim in aims)
+
+
+def test_in_the_lab_a_rate_that_falls_is_noticed_within_fifty_steps() -> None:
+    require_lab()
+    seen: list[tuple[int, float, bool]] = []
+
+    def read(host: int, line: str) -> None:
+        if line.startswith("STEP "):
+            step, bandwidth, compressed, *_ = line.split()[1:]
+            seen.append((int(step), float(bandwidth), compressed == "1"))
+            if int(step) == 30:
+                for each in range(2):
+                    lab.set_rate(each, "10mbit")
+
+    with Lab(2, rate="1gbit") as lab:
+        command = [sys.executable, "-m", "tests.tune.pilot_worker", "82"]
+        result = lab.run(command, output=read, timeout=100)
+    assert result.failure is None, result.hosts[0].lines[-5:]
+    before = [bandwidth for step, bandwidth, _ in seen if 20 <= step <= 30]
+    after = next((step for step, bandwidth, compressed in seen if step > 30 and bandwidth < 20e6 and compressed), None)
+    assert min(before) > 20e6, "the first probe sees a fast link"
+    assert after is not None and after <= 30 + 50, seen[-1]

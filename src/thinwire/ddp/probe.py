@@ -35,13 +35,16 @@ def probe_network(channel: Channel) -> Network:
 def _line(channel: Channel, collective: Callable[[int], object]) -> Line:
     _timed(channel, collective, _TINY)  # the first makes connections
     small = min(_timed(channel, collective, _TINY) for _ in range(3))
-    size, took = _FIRST, _timed(channel, collective, _FIRST)
-    while took - small < _ENOUGH and size < _LARGEST:
+    size = _FIRST
+    while (took := _best(channel, collective, size)) - small < _ENOUGH and size < _LARGEST:
         size *= _GROWTH
-        took = _timed(channel, collective, size)
-    if took < 5 * _ENOUGH:  # once more where it is cheap: noise only ever adds
-        took = min(took, _timed(channel, collective, size))
     return Line.through((_TINY, small), (size, took))
+
+
+def _best(channel: Channel, collective: Callable[[int], object], size: int) -> float:
+    """Noise only ever adds: the better of two, and of three where that is cheap."""
+    took = min(_timed(channel, collective, size) for _ in range(2))
+    return min(took, _timed(channel, collective, size)) if took < 2 * _ENOUGH else took
 
 
 def _timed(channel: Channel, collective: Callable[[int], object], size: int) -> float:
