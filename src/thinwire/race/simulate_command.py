@@ -104,17 +104,25 @@ def _table(case: "Case", outcomes: "list[Outcome]") -> "Table":
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from thinwire.report.gantt import rows
     from thinwire.server.case import winner
 
     title = f"{case.workers} workers, {len(case.layers)} layers, {case.iterations} steps, B = {case.staleness}"
-    table = Table(title=title, box=SIMPLE, collapse_padding=True, pad_edge=False)
+    caption = "waiting: of a step's forward pass; staleness: of the copies it used, in steps"
+    table = Table(title=title, caption=caption, box=SIMPLE, collapse_padding=True, pad_edge=False)
+    for heading in ("policy", "makespan ms", "step ms", "to the best", "waiting ms", "staleness", "most"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     best = winner(outcomes).makespan
-    for outcome, row in zip(outcomes, rows(outcomes), strict=True):
-        if not table.columns:
-            for heading in row:
-                table.add_column(heading.lower(), justify="left" if heading == "Policy" else "right")
-        table.add_row(*row.values(), style="bold" if outcome.makespan == best else "")
+    for o in outcomes:
+        table.add_row(
+            o.policy,
+            f"{1000 * o.makespan:,.1f}",
+            f"{1000 * o.step:,.2f}",
+            "-" if o.makespan == best else f"{o.makespan / best - 1:+.1%}",
+            f"{1000 * sum(o.waiting):,.2f}",
+            f"{o.staleness_mean:.2f}",
+            f"{o.staleness_max}",
+            style="bold" if o.makespan == best else "",
+        )
     return table
 
 

@@ -20,7 +20,7 @@ def write_gantt(case: Case, outcomes: Sequence[Outcome], path: Path, *, command:
         title=f"Request scheduling: {case.workers} workers, {len(case.layers)} layers",
         verdict=verdict(outcomes),
         facts=_facts(case),
-        table=rows(outcomes),
+        table=_rows(outcomes),
         runs=[("Command", command)] if command else [],
         data=_data(case, outcomes),
     )
@@ -45,7 +45,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return f"{who} {time}, {saved:.1%} less than {other.policy} ({1000 * other.makespan:.5g} ms)."
 
 
-def rows(outcomes: Sequence[Outcome]) -> list[Row]:
+def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
     """The comparison as text, one row per policy."""
     best = winner(outcomes).makespan or 1.0
     return [
