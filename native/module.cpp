@@ -4,9 +4,11 @@
 #include <nanobind/stl/vector.h>
 
 #include "crc32c.hpp"
+#include "histogram.hpp"
 #include "positions.hpp"
 #include "reader.hpp"
 #include "statistics.hpp"
+#include "sum.hpp"
 #include "writer.hpp"
 
 namespace nb = nanobind;
@@ -50,6 +52,18 @@ void bind_statistics(nb::module_& m) {
     for (const auto& t : sampled_thresholds(vectors_of(described), densities, wanted, seed))
       found.emplace_back(t.value, t.above);
     return found;
+  });
+  m.def("histogram", [](const std::vector<Described>& described, uint64_t wanted, uint64_t seed, Address out) {
+    nb::gil_scoped_release release;
+    uint64_t taken = 0;
+    double* row = at<double>(out);
+    const std::vector<Bin> found = histogram(vectors_of(described), wanted, seed, &taken);
+    for (const Bin& bin : found) {
+      *row++ = bin.count;
+      *row++ = bin.low;
+      *row++ = bin.high;
+    }
+    return std::tuple(taken, found.size());
   });
   m.def("moments", [](const Described& d, uint64_t wanted, uint64_t seed) {
     nb::gil_scoped_release release;
@@ -97,6 +111,7 @@ void bind_writer(nb::module_& m) {
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("SECTION_BYTES") = kMostSectionHeader;
   m.attr("BLOCK") = kBlock;
+  m.attr("BINS") = kBins;
   m.def("block_bytes", [](int format, size_t n) { return block_bytes(Format(format), n); });
   nb::class_<Writer>(m, "Writer")
       .def("__init__",
@@ -124,6 +139,18 @@ void bind_writer(nb::module_& m) {
              return plain(w.add_entries(id, at<const uint64_t>(positions), at<const float>(values), count, n,
                                         at<float>(sent), is_strata, strata, Format(format), {stochastic, seed, 0}, reserve));
            })
+      .def_static("add_dealt",
+                  [](const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, uint64_t first,
+                     uint32_t id, const Described& d, Address held, Address mask, float threshold, uint64_t ties,
+                     int format, bool stochastic, uint64_t seed) {
+                    if (owners.empty() || owners.size() != reserves.size())
+                      throw std::invalid_argument("every owner has a writer and a reserve");
+                    nb::gil_scoped_release release;
+                    const Vector v = vector_of(d);
+                    return plain(Writer::add_dealt(owners, reserves, {owners.size(), first}, id, v.source, v.n,
+                                                   {at<float>(held), at<float>(mask)}, {threshold, ties},
+                                                   Format(format), {stochastic, seed, 0}));
+                  })
       .def("finish", [](Writer& w, int flags) {
         nb::gil_scoped_release release;
         return w.finish(uint8_t(flags));
@@ -159,6 +186,25 @@ void bind_reader(nb::module_& m) {
       });
 }
 
+void bind_sums(nb::module_& m) {
+  m.attr("DEAL") = kDeal;
+  m.def("share_of", [](uint64_t n, uint64_t world, uint64_t first, uint64_t owner) {
+    return Deal{world, first}.share(n, owner);
+  });
+  // sums: (address, n, world, first) of each result.
+  m.def("sum_frames", [](const std::vector<const Reader*>& frames,
+                         const std::vector<std::tuple<Address, uint64_t, uint64_t, uint64_t>>& sums, float weight) {
+    nb::gil_scoped_release release;
+    std::vector<Sum> results;
+    for (const auto& [out, n, world, first] : sums) results.push_back({at<float>(out), n, {world, first}});
+    sum_frames(frames, results, weight);
+  });
+  m.def("add_share", [](Address whole, uint64_t n, uint64_t world, uint64_t first, uint64_t owner, Address share) {
+    nb::gil_scoped_release release;
+    add_share(at<float>(whole), n, {world, first}, owner, at<const float>(share));
+  });
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -179,6 +225,7 @@ NB_MODULE(_native, m) {
   bind_memory(m);
   bind_writer(m);
   bind_reader(m);
+  bind_sums(m);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);

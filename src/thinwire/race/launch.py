@@ -6,14 +6,12 @@ Both ways the same environment, the same lines back, and nothing left behind.
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 
 from thinwire.errors import ThinwireError
 from thinwire.lab import Lab
 from thinwire.lab.check import check, ready
 from thinwire.lab.launching import PIPED, Launch
-from thinwire.race.worker import Work
 
 
 class WorkFailed(ThinwireError):
@@ -30,9 +28,8 @@ def require_lab_for(rate: str) -> None:
         )
 
 
-def launch(work: Work, workers: int, rate: str | None, output: Callable[[int, str], None]) -> None:
-    """Run the work to its end, each worker's lines going to `output`."""
-    argv = [sys.executable, "-m", "thinwire.race.worker", work.to_json()]
+def launch(argv: list[str], workers: int, rate: str | None, output: Callable[[int, str], None]) -> None:
+    """Run a command to its end as so many workers, each one's lines going to `output`."""
     told: list[str] = []
 
     def read(host: int, line: str) -> None:
