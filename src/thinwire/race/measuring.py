@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def measure(
 
     for number in range(3):
         step(number)
-    taken = [meter.time(lambda number=number: step(3 + number)) for number in range(steps)]
+    taken = [meter.time(partial(step, 3 + number)) for number in range(steps)]
     for handle in handles:
         handle.remove()
     buckets, ready = in_buckets(filled)
