@@ -14,7 +14,7 @@ from thinwire.lab.units import parse_rates
 from thinwire.observe import describe_machine, now
 from thinwire.race.measuring import Figures, Subject, measure
 from thinwire.report.advice import write_advice
-from thinwire.report.page import Row as Cells
+from thinwire.report.markup import Row as Cells
 from thinwire.report.page import megabytes
 from thinwire.tune.advise import Advice, Row, advise, at_rates, crossings
 from thinwire.tune.forecast import DENSE, FP16, Setting

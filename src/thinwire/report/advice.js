@@ -1,18 +1,8 @@
-"use strict";
-// Draws step time over bandwidth in the reader's colours, again whenever these, the window or the paper change.
-const data = JSON.parse(document.getElementById("data").textContent);
+// Draws step time over bandwidth.
 const methods = Object.keys(data.curves);
 const others = methods.filter((method) => method !== "dense");
 const variable = (method) => (method === "dense" ? "--m0" : `--m${1 + (others.indexOf(method) % 7)}`);
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const bits = (rate) => (rate >= 1e9 ? `${+(rate / 1e9).toPrecision(2)} Gbit/s` : `${+(rate / 1e6).toPrecision(2)} Mbit/s`);
-
-function axis(title, extra) {
-  return {
-    title: { text: title, font: { size: 12, color: colour("--quiet") }, standoff: 8 }, type: "log", automargin: true, fixedrange: true,
-    gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false, tickfont: { size: 12, color: colour("--quiet") }, ...extra,
-  };
-}
 
 function value(method, rate) {
   const place = Math.min(data.rates.findIndex((r) => r >= rate), data.rates.length - 1);
@@ -23,7 +13,6 @@ function value(method, rate) {
 }
 
 function paint() {
-  const element = document.getElementById("over-rates");
   const traces = methods.map((method) => ({
     x: data.rates, y: data.curves[method], type: "scatter", mode: "lines", name: method,
     line: { color: colour(variable(method)), width: method === data.best ? 3.2 : 1.8 },
@@ -37,33 +26,21 @@ function paint() {
     });
   }
   const layout = {
-    width: element.clientWidth, height: element.clientHeight, margin: { l: 8, r: 12, t: 10, b: 8 },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
-    font: { family: getComputedStyle(document.body).fontFamily, color: colour("--ink"), size: 13 },
-    hoverlabel: { bgcolor: colour("--back"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
-    xaxis: axis("bandwidth of a host's link", { tickvals: [1e6, 1e7, 1e8, 1e9, 1e10, 1e11], ticktext: ["1 Mbit/s", "10", "100", "1 Gbit/s", "10", "100"], tickangle: 0, showgrid: false }),
-    yaxis: axis("time of a step", { tickvals: [0.1, 1, 10, 1e2, 1e3, 1e4, 1e5, 1e6], ticktext: ["0.1 ms", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s", "1000 s"] }),
+    xaxis: axis("bandwidth of a host's link", { type: "log", tickvals: [1e6, 1e7, 1e8, 1e9, 1e10, 1e11], ticktext: ["1 Mbit/s", "10", "100", "1 Gbit/s", "10", "100"], tickangle: 0, showgrid: false }),
+    yaxis: axis("time of a step", { type: "log", tickvals: [0.1, 1, 10, 1e2, 1e3, 1e4, 1e5, 1e6], ticktext: ["0.1 ms", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s", "1000 s"] }),
     shapes: [{ type: "line", x0: data.rate, x1: data.rate, yref: "paper", y0: 0, y1: 1, line: { color: colour("--quiet"), width: 1, dash: "dot" } }],
     annotations: [{
       x: Math.log10(data.rate), yref: "paper", y: 1, xanchor: data.rate > 3e9 ? "right" : "left", yanchor: "top", showarrow: false,
       text: ` ${data.here} `, font: { size: 11, color: colour("--quiet") },
     }],
   };
-  Plotly.react(element, traces, layout, { responsive: true, displayModeBar: false });
+  draw("over-rates", traces, layout);
   document.documentElement.dataset.drawn = document.querySelectorAll(".main-svg").length;
 }
 
 for (const cell of document.querySelectorAll("tbody th[data-method]")) {
   if (methods.includes(cell.dataset.method)) cell.style.setProperty("--dot", `var(${variable(cell.dataset.method)})`);
 }
-document.getElementById("methods").replaceChildren(...methods.map((method) => {
-  const entry = Object.assign(document.createElement("span"), { textContent: method });
-  entry.dataset.colour = "";
-  entry.style.setProperty("--dot", `var(${variable(method)})`);
-  return entry;
-}));
+legend("methods", methods, variable);
 paint();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
-const printing = (on) => { document.documentElement.classList.toggle("printing", on); paint(); };
-addEventListener("beforeprint", () => printing(true));
-addEventListener("afterprint", () => printing(false));
+keepPainted(paint);
