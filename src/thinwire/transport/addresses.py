@@ -1,4 +1,4 @@
-"""Addresses: which transport carries messages to "tcp://host:port", and how its two sides are opened.
+"""Addresses: which transport carries messages to "tcp://host:port" or "udp://host:port", and how its two sides are opened.
 
 The only place that knows all transports; their libraries are imported when they are asked for.
 """
@@ -18,8 +18,8 @@ Keys = str | os.PathLike[str] | None
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of "tcp://host:port"; a ValueError for anything else."""
-    match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[\w.*-]+):(\d{1,5})", address)
+    """Host and port of "tcp://host:port" or "udp://host:port"; a ValueError for anything else."""
+    match = re.fullmatch(r"(?:tcp|udp)://(\[[0-9A-Fa-f:.%\w]+\]|[\w.*-]+):(\d{1,5})", address)
     if match is None or int(match[2]) > 65535:
         raise ValueError(f"{address!r} is not an address; write tcp://host:port, with a port from 0 to 65535")
     return match[1], int(match[2])
