@@ -1,12 +1,12 @@
 """Real processes for tests of torch.distributed: started once, used by many tests, replaced when they die.
 
 Functions run on every rank of a fresh Gloo process group over loopback; what they return comes back in rank order.
+Processes are forked from one that has imported torch already: importing it takes longer than most tests.
 """
 
 import contextlib
 import datetime
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from thinwire.ddp import link
 
 Task = tuple[Callable[..., Any], int, int, int, float, tuple[Any, ...]]
+
+
+# What every rank needs; torch imports the second when the first optimizer is made.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.algorithms.join", "thinwire.ddp.attach"]
 
 
 class RankFailed(AssertionError):
@@ -35,13 +40,9 @@ def _serve(pipe: Connection) -> None:
             return
         function, rank, world, port, timeout, arguments = task
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"tcp://127.0.0.1:{port}",
-                rank=rank,
-                world_size=world,
-                timeout=datetime.timedelta(seconds=timeout),
-            )
+            limit = datetime.timedelta(seconds=timeout)
+            store = TCPStore("127.0.0.1", port, timeout=limit)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             answer: tuple[bool, Any] = (True, function(rank, *arguments))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -55,7 +56,8 @@ class Cluster:
     """Up to as many ranks as a test asks for."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def _worker(self, rank: int) -> tuple[BaseProcess, Connection]:
@@ -77,12 +79,11 @@ class Cluster:
         self, function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 30.0, died: bool = False
     ) -> list[Any]:
         """function(rank, *arguments) on every rank; with `died` dead ranks give None instead of failing the test."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # The store is the test's own: a port that is only looked up first may be somebody else's by then.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         workers = [self._worker(rank) for rank in range(world)]
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send((function, rank, world, port, timeout, arguments))
+            pipe.send((function, rank, world, store.port, timeout, arguments))
         results: list[Any] = []
         failures: list[str] = []
         for rank, (process, pipe) in enumerate(workers):

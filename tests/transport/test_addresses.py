@@ -1,10 +1,11 @@
 """Addresses: what is understood, what is refused, and who may be reached from where."""
 
+import subprocess
 import sys
 
 import pytest
 
-from thinwire.errors import ThinwireError, TransportError
+from thinwire.errors import TransportError
 from thinwire.transport import connect, listen
 from thinwire.transport.addresses import demand_keys, resolve, split
 
@@ -57,7 +58,25 @@ def test_loopback_needs_nothing(address: str) -> None:
         listener.close()
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ThinwireError, match=r"pip install 'thinwire\[server\]'"):
-        listen("tcp://127.0.0.1:0")
+@pytest.mark.parametrize("address", ["mpi://host", "mpi://host:7077", "mpi:///"])
+def test_mpi_has_one_address(address: str) -> None:
+    with pytest.raises(ValueError, match="write mpi:// alone"):
+        listen(address)
+    with pytest.raises(ValueError, match="write mpi:// alone"):
+        connect(address)
+    with pytest.raises(ValueError, match="takes no keys"):
+        listen("mpi://", keys="keys")
+
+
+@pytest.mark.parametrize(
+    ("missing", "address", "sentence"),
+    [
+        ("zmq", "tcp://127.0.0.1:0", "pip install 'thinwire[server]'"),
+        ("mpi4py", "mpi://", "pip install 'thinwire[mpi]'"),
+        ("nothing", "mpi://", "start it with mpirun"),  # a process that nobody started so is alone
+    ],
+)
+def test_what_is_missing_is_named(missing: str, address: str, sentence: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None\nfrom thinwire.transport import listen; listen({address!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1]

@@ -34,6 +34,7 @@ class Trial:
     bound: int = 3
     policy: str = "forward"
     overlap: bool = True
+    phased: bool = False  # as the paper did it: whole tensors, and none goes back before all have come
     batch: int = 8
     lr: float = 0.01
     steps: int = 0  # to the end; 0: until the seconds are over
@@ -48,9 +49,17 @@ def trials(part: str, workers: int, steps: int, seconds: float) -> list[Trial]:
     """What is run for each part of the benchmark."""
     if part == "phases":
         return [
-            Trial("dense", workers=workers, push="dense", pull="dense", overlap=False, steps=steps),
-            Trial("percentile90", workers=workers, push="percentile90", pull="dense", overlap=False, steps=steps),
-            Trial("thinwire", workers=workers, overlap=False, steps=4 * steps),
+            Trial("dense", workers=workers, push="dense", pull="dense", overlap=False, phased=True, steps=steps),
+            Trial(
+                "percentile90",
+                workers=workers,
+                push="percentile90",
+                pull="dense",
+                overlap=False,
+                phased=True,
+                steps=steps,
+            ),
+            Trial("thinwire", workers=workers, overlap=False, phased=True, steps=4 * steps),
             Trial("thinwire, overlapped", workers=workers, steps=4 * steps),
         ]
     if part == "stragglers":

@@ -94,6 +94,8 @@ def serve(run: dict[str, Any], address: str) -> None:
         codec=run["pull"],
         policy=run["policy"],
         expect=run["workers"],
+        phased=run["phased"],
+        cut=0 if run["phased"] else None,
         timeout=60.0,
         on_step=on_step,
     )

@@ -20,6 +20,7 @@ from thinwire.recipes.recipe import DataOrder, Recipe
 from thinwire.server.members import Member
 from thinwire.server.messages import MessageError
 from thinwire.server.naming import named_codec
+from thinwire.server.profile import Profiler
 from thinwire.server.schedule import check_policy
 from thinwire.server.server import Mode, Server
 from thinwire.server.worker import Worker
@@ -135,13 +136,23 @@ class Serving:
 
 
 def work(
-    recipe: Recipe, data: Path | None, connection: str | Connection, codec: str | None = None, **options: Any
+    recipe: Recipe,
+    data: Path | None,
+    connection: str | Connection,
+    codec: str | None = None,
+    *,
+    profile: Path | None = None,
+    **options: Any,
 ) -> str:
-    """A worker's side: compute, push, pull, until the server ends it; returns why it did."""
+    """A worker's side: compute, push, pull, until the server ends it; returns why it did.
+
+    profile: where to write how long each layer takes.
+    """
     splits, model = recipe.load(data), recipe.build(0)
     with Worker(connection, model, codec, recipe=recipe.name, **options) as worker:
         total = sum(p.numel() for p in model.parameters() if p.requires_grad)
         before = worker.traffic()
+        profiler = Profiler(worker) if profile is not None else None
         while worker.stopped is None:
             told = {name: _whole(worker.tell, name) for name in ("workers", "batch", "seed")}
             order = DataOrder(len(splits.train), **told)
@@ -153,6 +164,8 @@ def work(
             traffic = worker.traffic()
             worker.report(**_figures(worker, clock, float(loss.detach()), total, before, traffic))
             before = traffic
+        if profiler is not None and profile is not None:
+            profiler.write(profile)
         return worker.stopped
 
 

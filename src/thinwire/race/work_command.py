@@ -15,6 +15,7 @@ def work_command(
     data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
     keys: Annotated[Path | None, typer.Option(help="Folder with this worker's key and the server's.")] = None,
     overlap: Annotated[bool, typer.Option(help="Push and pull while computing.")] = True,
+    profile: Annotated[Path | None, typer.Option(help="Write layer times for thinwire simulate schedule.")] = None,
     patience: Annotated[float, typer.Option(help="Seconds without a sign of the server until giving up.")] = 300.0,
 ) -> None:
     """Compute gradients for a server (thinwire serve); may join and leave at any time."""
@@ -27,5 +28,15 @@ def work_command(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(max(1, torch.get_num_threads()))
-    why = work(get_recipe(recipe), data, server, compress, overlap=overlap, slot=slot, keys=keys, patience=patience)
+    why = work(
+        get_recipe(recipe),
+        data,
+        server,
+        compress,
+        overlap=overlap,
+        slot=slot,
+        keys=keys,
+        patience=patience,
+        profile=profile,
+    )
     Console(stderr=True).print(f"the server ended training ({why}).", highlight=False)

@@ -2,7 +2,7 @@
 
 A step of a part is complete when every worker that takes part in it has pushed it. A worker may use a part at clock c
 while c - lowest <= bound: 0 is bulk synchronous, None is asynchronous. Parts are counted by themselves, so that one
-can be on its way back while the next is still on its way out.
+can be on its way back while the next is still on its way out; `phased` lets all wait for all, as in the paper.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class Pushed:
 class Clock:
     """The clocks of all workers, by part; parts are numbered through all layers."""
 
-    def __init__(self, parts: int, bound: int | None, start: int = 0) -> None:
+    def __init__(self, parts: int, bound: int | None, start: int = 0, *, phased: bool = False) -> None:
         if bound is not None and bound < 0:
             raise ValueError(f"a staleness bound is 0 or more, not {bound}")
-        self.bound = bound
+        self.bound, self.phased = bound, phased
         self.lowest = [start] * parts  # steps of a part that are complete
         self.opened = [start] * parts  # the first step of which nobody has pushed anything, whoever it was
         self.members: dict[int, Pushed] = {}
@@ -85,7 +85,7 @@ class Clock:
 
     def may_use(self, part: int, clock: int) -> bool:
         """Whether a worker at this clock may use the part as it is now."""
-        return self.bound is None or clock - self.lowest[part] <= self.bound
+        return self.bound is None or clock - (self.step if self.phased else self.lowest[part]) <= self.bound
 
     def holders(self, part: int) -> int:
         """How many workers still owe the lowest open step."""

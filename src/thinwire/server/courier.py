@@ -237,7 +237,7 @@ class Courier(threading.Thread):
         self._send(Message(Kind.PUSH, session.number, layer, part, clock, body=body))
         if part == len(session.layout.layers[layer].parts) - 1:
             self._gradients.pop((layer, clock), None)
-        self.pace.pushed(layer, clock)
+        self.pace.note(self.pace.pushes, layer, clock)
 
     # Messages
 
@@ -292,6 +292,7 @@ class Courier(threading.Thread):
     def _on_ack(self, session: Session, message: Message) -> None:
         if self._unacknowledged.pop((message.layer, message.part, message.clock), None) is None:
             return
+        self.pace.note(self.pace.acks, message.layer, message.clock)
         session.pool.done(message.number)
         if len(message.body) == STALENESS.size * len(session.arrived):
             for layer, (lowest, holders) in enumerate(STALENESS.iter_unpack(message.body)):

@@ -36,9 +36,12 @@ class Pace:
         self._first_answer: dict[int, float] = {}
         self._encode, self._kept = 0.0, 0
         self._stale: dict[int, dict[int, int]] = {}
-        self.pushes: list[tuple[float, int, int]] = []  # (when, layer, clock), for orders and profiles
+        # (when, layer, clock), for orders and profiles: gradients ready, pushes, acknowledgements, parameters here
+        self.ready: list[tuple[float, int, int]] = []
+        self.pushes: list[tuple[float, int, int]] = []
+        self.acks: list[tuple[float, int, int]] = []
         self.arrivals: list[tuple[float, int, int]] = []
-        self.keep = False  # whether to keep those two
+        self.keep = False  # whether to keep those
 
     def encoded(self, seconds: float, kept: int) -> None:
         with self._lock:
@@ -51,15 +54,15 @@ class Pace:
             for old in [c for c in self._first_answer if c < clock - 8]:
                 del self._first_answer[old]
 
-    def pushed(self, layer: int, clock: int) -> None:
+    def note(self, events: list[tuple[float, int, int]], layer: int, clock: int) -> None:
+        """Keep one of the lists above, if anybody wants them."""
         if self.keep:
-            self.pushes.append((time.monotonic(), layer, clock))
+            events.append((time.monotonic(), layer, clock))
 
     def arrived(self, layer: int, clock: int, staleness: int) -> None:
         with self._lock:
             self._stale.setdefault(clock, {})[layer] = staleness
-        if self.keep:
-            self.arrivals.append((time.monotonic(), layer, clock))
+        self.note(self.arrivals, layer, clock)
 
     def divide(self, clock: int, began: float, ended: float) -> tuple[float, float]:
         """A wait for parameters of this step as (aggregation, synchronisation)."""

@@ -34,7 +34,7 @@ log = logging.getLogger("thinwire.server")
 Mode = Literal["bsp", "ssp", "async"]
 STALENESS = struct.Struct("<QI")
 # Bytes that a part should take at the most on the wire, and that may be under way to or from one worker.
-PART_BYTES = 1 << 17
+PART_BYTES = 1 << 18
 WINDOW = 1 << 19
 _MOST_WORKERS = 4096
 
@@ -45,6 +45,7 @@ class Server:
     mode: "bsp" (all workers step together), "ssp" (at most `bound` steps apart) or "async" (nobody waits).
     codec: how changes of the model are sent to the workers: a codec, preset or density; None sends it in full.
     reduce: "mean" or "sum" of the workers' gradients. policy: which layer is answered first.
+    phased: the whole model waits for the whole step, as in the paper; else every part goes its own way.
     expect: training begins when so many workers are there. recipe: workers with another one are refused.
     timeout: seconds of silence, stall: seconds without progress, after which nobody waits for a worker any more.
     checkpoint: folder; written every `save_every` steps and read at the start if it holds one.
@@ -64,6 +65,7 @@ class Server:
         reduce: Reduce = "mean",
         policy: str = "forward",
         expect: int = 1,
+        phased: bool = False,
         recipe: str = "",
         cut: int | None = None,
         window: int = WINDOW,
@@ -93,7 +95,7 @@ class Server:
         self.extra: dict[str, float] = {}  # figures of the owner's that go with the checkpoint
         start = self._restore()
         self._places = list(self.layout.places())
-        self.clock = Clock(len(self._places), self.bound, start)
+        self.clock = Clock(len(self._places), self.bound, start, phased=phased)
         self.views = Views(self.layout, self._aggregator.values, self.codec, start)
         self._on_step, self._on_figures = on_step, on_figures
         self._started = start > 0
@@ -312,8 +314,10 @@ class Server:
             self.views.changed(*self._places[number])
             moved = True
         if moved:
+            ready = range(len(self._places)) if self.clock.phased else [number]
             for member in self.members.active.values():
-                self._answer(member, number)
+                for each in ready:
+                    self._answer(member, each)
             self._note_step()
 
     def _apply_one(self, member: Member, number: int, clock: int) -> None:

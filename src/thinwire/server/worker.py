@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thinwire.codec.codec import Codec
 from thinwire.server.courier import Courier, ServerError, Session
 from thinwire.server.naming import named_codec
-from thinwire.server.pace import StepTimes
+from thinwire.server.pace import Pace, StepTimes
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
 
@@ -116,6 +116,11 @@ class Worker:
     def slot(self) -> int:
         """This worker's number among all that are there."""
         return int(self._session.slot)
+
+    @property
+    def pace(self) -> Pace:
+        """Where the time goes, for those who want to know more than `last` tells."""
+        return self._courier.pace
 
     @property
     def codec(self) -> Codec:
@@ -235,4 +240,5 @@ class Worker:
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
                 parameter.grad = None  # the courier reads it: nobody else may change it
+        self.pace.note(self.pace.ready, layer, self.clock)
         self._courier.push(self._session, layer, self.clock, gradients)

@@ -3,12 +3,12 @@
 The only place that knows all transports; their libraries are imported when they are asked for.
 """
 
-import importlib
+import contextlib
 import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from thinwire.errors import ThinwireError, TransportError
 from thinwire.transport.base import Connection, Listener
@@ -29,8 +29,9 @@ def resolve(host: str) -> str:
     """The numeric address to listen on: ZeroMQ takes no names there."""
     if host == "*":
         return "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as ZeroMQ does for those who connect
     try:
-        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(host.strip("[]"), None, family)[0][4][0])
     except OSError:
         raise TransportError(f"cannot listen on {host!r}: no such host or address") from None
 
@@ -44,31 +45,60 @@ def demand_keys(address: str, host: str, *, keys: Keys, insecure: bool) -> None:
         )
 
 
-def _listen_tcp(address: str, keys: Keys, insecure: bool) -> Listener:
-    from thinwire.transport import tcp
+@contextlib.contextmanager
+def _from_extra(extra: str) -> Iterator[None]:
+    """Around the import of a transport: says how to get its library where that is missing."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:  # mpi4py raises the latter where it finds no MPI
+        raise ThinwireError(f"this transport needs more ({error}): pip install 'thinwire[{extra}]'") from None
 
+
+def _listen_tcp(address: str, keys: Keys, insecure: bool) -> Listener:
     name, port = split(address)
     host = resolve(name)
     demand_keys(address, host, keys=keys, insecure=insecure)
+    with _from_extra("server"):
+        from thinwire.transport import tcp
     anywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
     endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     return tcp.TcpListener(endpoint, keys=keys, shown_host=socket.gethostname() if anywhere else None)
 
 
 def _connect_tcp(address: str, keys: Keys) -> Connection:
-    from thinwire.transport import tcp
-
     host, port = split(address)
     if not port or host == "*":
         raise ValueError(f"{address!r} is not an address to connect to: it needs a host and a port")
+    with _from_extra("server"):
+        from thinwire.transport import tcp
     return tcp.TcpConnection(f"tcp://{host}:{port}", keys=worker_keys(keys) if keys is not None else None)
+
+
+def _listen_mpi(address: str, keys: Keys, insecure: bool) -> Listener:
+    _only_mpi(address, keys)
+    with _from_extra("mpi"):
+        from thinwire.transport import mpi
+    return mpi.MpiListener()
+
+
+def _connect_mpi(address: str, keys: Keys) -> Connection:
+    _only_mpi(address, keys)
+    with _from_extra("mpi"):
+        from thinwire.transport import mpi
+    return mpi.MpiConnection()
+
+
+def _only_mpi(address: str, keys: Keys) -> None:
+    if address != "mpi://":
+        raise ValueError(f"{address!r} is not an address; write mpi:// alone, the job knows its ranks")
+    if keys is not None:
+        raise ValueError("mpi:// takes no keys: who is in the job is decided by mpirun")
 
 
 SCHEMES: dict[str, tuple[Callable[[str, Keys, bool], Listener], Callable[[str, Keys], Connection]]] = {
     "tcp": (_listen_tcp, _connect_tcp),
+    "mpi": (_listen_mpi, _connect_mpi),
 }
-# What a transport imports, and the extra that brings it.
-NEEDS = {"tcp": ("zmq", "server")}
 
 
 def _scheme(address: str) -> str:
@@ -76,11 +106,6 @@ def _scheme(address: str) -> str:
     if not found or scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ValueError(f"{address!r} is not the address of a server; addresses begin with {known}")
-    module, extra = NEEDS[scheme]
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        raise ThinwireError(f"{scheme}:// needs {module}: pip install 'thinwire[{extra}]'") from None
     return scheme
 
 

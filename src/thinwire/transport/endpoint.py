@@ -22,7 +22,7 @@ from thinwire.transport.limits import MOST_PARTS
 # Smaller parts are copied, which is cheaper than to keep track of them.
 COPIED = 1 << 14
 # Messages that ZeroMQ holds for one peer: those to send, and those to read (beyond them TCP makes the sender wait).
-TO_SEND, TO_READ = 1000, 32
+TO_SEND, TO_READ = 1000, 8
 LINGER_MS = 1000
 HANDSHAKES = zmq.Event.HANDSHAKE_SUCCEEDED | (
     zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -33,20 +33,20 @@ class Outbox:
     """Bytes on their way to one peer, counted until ZeroMQ lets go of them."""
 
     def __init__(self) -> None:
-        self._parts: deque[zmq.Frame] = deque()
+        self._parts: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._bytes = 0
 
     def has_room(self, size: int) -> bool:
         """Whether a message may be queued: always behind an empty queue, else while the peer is not far behind."""
-        while self._parts and self._parts[0].tracker.done:
-            self._bytes -= len(self._parts.popleft())
+        while self._parts and self._parts[0][0].done:
+            self._bytes -= self._parts.popleft()[1]
         return not self._parts or self._bytes + size <= LARGEST
 
     def add(self, frames: Sequence[zmq.Frame]) -> None:
         """Count parts that are on their way now; small ones were copied and ZeroMQ's own limit holds for them."""
         for frame in frames:
             if not frame.tracker.done:
-                self._parts.append(frame)
+                self._parts.append((frame.tracker, len(frame)))
                 self._bytes += len(frame)
 
 

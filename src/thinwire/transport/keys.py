@@ -52,9 +52,10 @@ def allowed(folder: str | os.PathLike[str]) -> dict[bytes, str]:
 
 def new(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
     """Make the server's keys, unless it has some, and a new pair for each worker; returns the workers' files."""
-    import_zmq()
-    import zmq
-
+    try:
+        import zmq
+    except ImportError:
+        raise ThinwireError("keys need pyzmq: pip install 'thinwire[server]'") from None
     home, made = Path(folder), []
     wanted = list(dict.fromkeys(names))
     for name in wanted:
@@ -77,14 +78,6 @@ def new(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
     except OSError as error:
         raise TransportError(f"cannot write keys to {home}: {(error.strerror or str(error)).lower()}") from None
     return made
-
-
-def import_zmq() -> None:
-    """ZeroMQ, or a sentence that says how to get it."""
-    try:
-        import zmq  # noqa: F401
-    except ImportError:
-        raise ThinwireError("this needs pyzmq: pip install 'thinwire[server]'") from None
 
 
 def _write(path: Path, title: str, **words: bytes) -> None:

@@ -15,11 +15,15 @@ def views(parts: Sequence[Buffer]) -> list[memoryview]:
     """The parts as bytes, checked: a ValueError for a message that no receiver would take."""
     if not 1 <= len(parts) <= MOST_PARTS:
         raise ValueError(f"a message has 1 to {MOST_PARTS} parts, not {len(parts)}")
-    found = [memoryview(part).cast("B") for part in parts]
+    found = [_as_bytes(memoryview(part)) for part in parts]
     size = sum(map(len, found))
     if size > LARGEST:
         raise ValueError(f"a message of {size} bytes is larger than {LARGEST}; cut it in pieces")
     return found
+
+
+def _as_bytes(view: memoryview) -> memoryview:
+    return view.cast("B") if view.nbytes else memoryview(b"")  # Python casts no empty views
 
 
 def acceptable(sizes: Iterable[int]) -> bool:

@@ -1,0 +1,98 @@
+"""Scenarios of MPI alone: messages that its own side never sends, and ends of jobs."""
+
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from tests.transport.scenarios import END, Scenario, arriving, echo, raises, replies
+from thinwire.errors import TransportError
+from thinwire.transport import Connection, Listener, connect, listen, mailbox
+from thinwire.transport.mpi import MpiConnection, MpiListener
+
+
+def hostile_server(listener: Listener, workers: int) -> None:
+    """Messages that are too large or make no sense are discarded and counted, and the next one arrives."""
+    assert isinstance(listener, MpiListener)
+    vars(mailbox)["MOST_BYTES"] = 1 << 20
+    MPI.COMM_WORLD.Barrier()
+    echo(listener, workers)
+    assert listener.discarded == 4
+
+
+def hostile_worker(connect: Callable[[], Connection], number: int) -> None:
+    MPI.COMM_WORLD.Barrier()
+    requests = [
+        MPI.COMM_WORLD.Isend([data, MPI.BYTE], 0, mailbox.TAG)
+        for data in (bytes(10 << 20), b"", b"\7" * 100, bytes((1 << 20) + 1))
+    ]
+    connection = connect()
+    connection.send([END])
+    assert next(replies(connection)) == [END]
+    MPI.Request.Waitall(requests)
+    connection.close()
+
+
+def unread_server(listener: Listener, workers: int) -> None:
+    """A peer that does not read is bounded; both sides end although their messages never arrive."""
+    peer, _ = next(arriving(listener))
+    sent = 0
+    while listener.send(peer, [bytes(10_000)]):
+        sent += 1
+        assert sent < 10_000
+    assert sent >= 1000
+    MPI.COMM_WORLD.Barrier()
+
+
+def unread_worker(connect: Callable[[], Connection], number: int) -> None:
+    connection = connect()
+    connection.send([b"here"])
+    MPI.COMM_WORLD.Barrier()
+    connection.send([bytes(50 << 20)])
+    # It ends without a goodbye and without a look at what was sent to it.
+
+
+def ended_server(listener: Listener, workers: int) -> None:
+    """Workers learn that the server has ended, after everything that it said before."""
+    for _, (peer, _) in zip(range(workers), arriving(listener), strict=False):
+        assert listener.send(peer, [b"last words"])
+
+
+def ended_worker(connect: Callable[[], Connection], number: int) -> None:
+    connection = connect()
+    connection.send([b"here"])
+    answers = replies(connection)
+    assert next(answers) == [b"last words"]
+    for _ in range(2):
+        with raises(TransportError, "rank 0, has ended"):
+            next(replies(connection))
+    connection.send([b"to nobody"])
+    connection.close()
+
+
+def rules_server(listener: Listener, workers: int) -> None:
+    """Rank 0 listens and all others connect, one at a time."""
+    with raises(TransportError, "already"):
+        listen("mpi://")
+    with raises(TransportError, "rank 0 cannot be a worker"):
+        connect("mpi://")
+    echo(listener, workers)
+
+
+def rules_worker(connect: Callable[[], Connection], number: int) -> None:
+    with raises(TransportError, "rank 1 cannot be a server"):
+        listen("mpi://")
+    connection = connect()
+    assert isinstance(connection, MpiConnection)
+    with raises(TransportError, "already"):
+        connect()
+    connection.send([END])
+    assert next(replies(connection)) == [END]
+    connection.close()
+
+
+MPI_SCENARIOS = {
+    "hostile": Scenario(hostile_server, hostile_worker, 1),
+    "unread": Scenario(unread_server, unread_worker, 1),
+    "ended": Scenario(ended_server, ended_worker, 2),
+    "rules": Scenario(rules_server, rules_worker, 1),
+}
