@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.server.layers import Layout, Piece, flat
+from thinwire.server.lossy import Arrived
 from thinwire.server.views import take_delta, take_whole
 from thinwire.transport.base import Buffer
 
@@ -38,13 +39,20 @@ class Copies:
             views[piece.name] = row[piece.begin : piece.end]
         return views
 
-    def take(self, layout: Layout, layer: int, part: int, body: Buffer, *, whole: bool) -> None:
-        """Bring a part up to date with what the server sent."""
+    def take(self, layout: Layout, layer: int, part: int, body: Buffer, *, whole: bool, pieces: bool = False) -> int:
+        """Bring a part up to date with what the server sent, of which pieces may be missing; returns its bytes."""
         self.last_layout = layout
         pieces = layout.layers[layer].parts[part]
         rows = [self._rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
-        (take_whole if whole else take_delta)(body, rows)
+        size = len(body)
+        if pieces and not whole:
+            arrived = Arrived(body, [row.numel() for row in rows])
+            arrived.add_to(rows)
+            size = arrived.size
+        else:
+            (take_whole if whole else take_delta)(body, rows)
         for piece, row in zip(pieces, rows, strict=True):
             parameter = self._parameters[piece.parameter]
             if self._rows[piece.parameter].data_ptr() != parameter.data_ptr():
                 parameter.detach().reshape(-1)[piece.begin : piece.end].copy_(row)
+        return size

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,12 +22,14 @@ from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import ThinwireError
 from thinwire.server.copies import Copies
 from thinwire.server.layers import Layout
+from thinwire.server.lossy import Pushed, check_on_loss
 from thinwire.server.messages import Kind, Message, MessageError, field, parse, with_json
 from thinwire.server.naming import named_codec
 from thinwire.server.pace import Pace
 from thinwire.server.schedule import Pool, Request, Staleness, check_policy
 from thinwire.server.server import STALENESS
 from thinwire.transport.base import Connection
+from thinwire.transport.pieces import pack_all
 
 log = logging.getLogger("thinwire.worker")
 
@@ -73,6 +76,7 @@ class Courier(threading.Thread):
     ) -> None:
         super().__init__(name="thinwire-worker", daemon=True)
         self._connection, self._model = connection, model
+        connection.on_report = self._on_report
         self._named, self.codec = codec, codec or Codec()  # without one, as the server says
         self.copies = Copies(model)
         shapes = [[n, list(p.shape)] for n, p in model.named_parameters() if p.requires_grad]
@@ -81,13 +85,16 @@ class Courier(threading.Thread):
             "recipe": recipe,
             "version": thinwire.__version__,
             "parameters": shapes,
+            "pieces": connection.piece_bytes is not None,
             "slot": slot,
             "name": name if name is not None else socket.gethostname(),
         }
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         self._gradients: dict[tuple[int, int], Gradients] = {}
-        self._unacknowledged: dict[tuple[int, int, int], Frame] = {}
+        self._unacknowledged: dict[tuple[int, int, int], Frame | Pushed] = {}
+        self._tickets: dict[int, Pushed] = {}  # pushes in pieces that are not reported yet
+        self.restored = 0.0  # sum of the magnitudes that were lost on the way and returned to the memory
         self._spoken = self._asked = 0.0
         self._heard = time.monotonic()
         self._ending = False
@@ -191,6 +198,25 @@ class Courier(threading.Thread):
         self._spoken = time.monotonic()
         self._connection.send(parts)
 
+    def _send_pushed(self, message: Message, pushed: Pushed) -> None:
+        """Send a gradient in pieces, any of which may be lost."""
+        head, shards = bytes(message.parts()[0]), list(pushed.shards.values())
+        if not pushed.finite:  # what it says must arrive
+            self._send(replace(message, body=pack_all(shards)))
+            return
+        self.sent += len(head) + pushed.size
+        self._spoken = time.monotonic()
+        ticket = self._connection.send_pieces(head, shards)
+        if ticket is not None:
+            self._tickets[ticket] = pushed
+
+    def _on_report(self, ticket: int, lost: frozenset[int]) -> None:
+        """Lost pieces of a push return to the memory, or are given up."""
+        pushed = self._tickets.pop(ticket, None)
+        if pushed is not None and lost:
+            told = "restore" if self.session is None else str(self.session.tell.get("on_loss", "restore"))
+            self.restored += pushed.give_back(self.codec, lost, restore=check_on_loss(told) == "restore")
+
     # Requests
 
     def _enqueue(self, session: Session, layer: int, clock: int, gradients: Gradients) -> None:
@@ -229,12 +255,20 @@ class Courier(threading.Thread):
         views = self.copies.gradients(pieces, gradients)
         hold = [piece.name for piece in pieces if piece.parameter not in gradients]
         began = time.perf_counter()
-        frame = self.codec.encode(views, step=clock, hold=hold)
-        self.pace.encoded(time.perf_counter() - began, sum(frame.counts))
-        body = frame.data.numpy().data
-        session.pool.sent(request, len(body))
-        self._unacknowledged[layer, part, clock] = frame
-        self._send(Message(Kind.PUSH, session.number, layer, part, clock, body=body))
+        budget = self._connection.piece_bytes
+        if budget is None:
+            frame = self.codec.encode(views, step=clock, hold=hold)
+            self.pace.encoded(time.perf_counter() - began, sum(frame.counts))
+            body = frame.data.numpy().data
+            session.pool.sent(request, len(body))
+            self._unacknowledged[layer, part, clock] = frame
+            self._send(Message(Kind.PUSH, session.number, layer, part, clock, body=body))
+        else:
+            pushed, entries = Pushed.encode(self.codec, views, budget, step=clock, hold=hold)
+            self.pace.encoded(time.perf_counter() - began, entries)
+            session.pool.sent(request, pushed.size)
+            self._unacknowledged[layer, part, clock] = pushed
+            self._send_pushed(Message(Kind.PUSH, session.number, layer, part, clock), pushed)
         if part == len(session.layout.layers[layer].parts) - 1:
             self._gradients.pop((layer, clock), None)
         self.pace.note(self.pace.pushes, layer, clock)
@@ -283,11 +317,15 @@ class Courier(threading.Thread):
             layout = self.copies.last_layout
             if counted is not None and clock < counted[layout.number(layer, part)]:
                 continue
+            if isinstance(frame, Pushed):
+                frame.give_back(self.codec)
+                continue
             pieces = layout.layers[layer].parts[part]
             reader = FrameReader(frame, layout.numels(layer, part))
             for section in reader.sections:
                 self.codec.give_back(pieces[section.id].name, *reader.entries(section))
         self._unacknowledged.clear()
+        self._tickets.clear()
 
     def _on_ack(self, session: Session, message: Message) -> None:
         if self._unacknowledged.pop((message.layer, message.part, message.clock), None) is None:
@@ -303,8 +341,9 @@ class Courier(threading.Thread):
         if layer >= len(session.arrived) or part >= len(session.arrived[layer]):
             raise MessageError(f"the server sent a part {part} of a layer {layer}, which does not exist")
         self.pace.answered(message.clock)
-        self.copies.take(session.layout, layer, part, message.body, whole=message.kind is Kind.WHOLE)
-        self._send(Message(Kind.GOT, session.number, number=len(message.body)))
+        whole, pieces = message.kind is Kind.WHOLE, self._connection.piece_bytes is not None
+        size = self.copies.take(session.layout, layer, part, message.body, whole=whole, pieces=pieces)
+        self._send(Message(Kind.GOT, session.number, number=size))
         before = session.editions[layer][part]
         session.editions[layer][part] = message.number
         with self._changed:

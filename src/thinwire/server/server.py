@@ -21,6 +21,8 @@ from thinwire.errors import FrameError
 from thinwire.server.aggregate import Aggregator, Reduce, cuts
 from thinwire.server.clock import Clock
 from thinwire.server.layers import Layout
+from thinwire.server.lossy import Arrived, check_on_loss
+from thinwire.server.lossy_views import LossyViews
 from thinwire.server.members import Member, Members, Waiting
 from thinwire.server.messages import Kind, Message, MessageError, field, parse, read_shapes, with_json
 from thinwire.server.naming import named_codec
@@ -46,6 +48,7 @@ class Server:
     codec: how changes of the model are sent to the workers: a codec, preset or density; None sends it in full.
     reduce: "mean" or "sum" of the workers' gradients. policy: which layer is answered first.
     phased: the whole model waits for the whole step, as in the paper; else every part goes its own way.
+    on_loss: what workers do about pieces of gradients that a lossy transport lost: "restore" or "ignore".
     expect: training begins when so many workers are there. recipe: workers with another one are refused.
     timeout: seconds of silence, stall: seconds without progress, after which nobody waits for a worker any more.
     checkpoint: folder; written every `save_every` steps and read at the start if it holds one.
@@ -66,6 +69,7 @@ class Server:
         policy: str = "forward",
         expect: int = 1,
         phased: bool = False,
+        on_loss: str = "restore",
         recipe: str = "",
         cut: int | None = None,
         window: int = WINDOW,
@@ -84,7 +88,7 @@ class Server:
         self.policy, self.expect, self.recipe = policy, expect, recipe
         # The whole model needs no deltas.
         self.codec = None if codec is None or codec == "dense" else named_codec(codec)
-        self._tell = dict(tell or {})
+        self._tell = {**(tell or {}), "on_loss": check_on_loss(on_loss)}
         self.bound = {"bsp": 0, "ssp": bound, "async": None}[mode]
         self.timeout, self.stall, self.window = timeout, stall, window
         whole = not cuts(optimizer)
@@ -97,6 +101,7 @@ class Server:
         self._places = list(self.layout.places())
         self.clock = Clock(len(self._places), self.bound, start, phased=phased)
         self.views = Views(self.layout, self._aggregator.values, self.codec, start)
+        self._lossy: LossyViews | None = None
         self._on_step, self._on_figures = on_step, on_figures
         self._started = start > 0
         self._sessions = int(time.time()) & 0x7FFFFFFF  # a restarted server must not give a session out again
@@ -119,6 +124,9 @@ class Server:
     def run(self, listener: Listener, *, max_steps: int | None = None) -> str:
         """Serve until `stop` is called or so many steps are complete; returns why it ended. Closes the listener."""
         self._listener, self._max_steps = listener, max_steps
+        if listener.piece_bytes is not None:  # deltas may arrive in part
+            self._lossy = self.views = LossyViews.of(self.views, listener.piece_bytes)
+            listener.on_report = self._on_report
         self._check_end()
         try:
             while self.stopped is None:
@@ -127,6 +135,10 @@ class Server:
         finally:
             listener.close()
         return self.stopped
+
+    def listener_figures(self, member: Member) -> dict[str, float]:
+        """What the transport knows of the way to a worker."""
+        return self._listener.figures(member.peer)
 
     def stop(self, reason: str) -> None:
         """End training: workers are told, `run` returns. From another thread or a signal handler too."""
@@ -206,6 +218,8 @@ class Server:
             raise MessageError(f"the worker runs thinwire {version}, the server {thinwire.__version__}")
         if recipe != self.recipe:
             raise MessageError(f"the worker trains the recipe {recipe!r}, the server {self.recipe!r}")
+        if (hello.get("pieces") is True) != (self._lossy is not None):
+            raise MessageError("server and worker must use the same --transport, and one of them uses udp")
         difference = self.layout.difference(read_shapes(hello))
         if difference is not None:
             raise MessageError(f"the models differ: {difference}")
@@ -257,10 +271,16 @@ class Server:
     def _on_push(self, member: Member, message: Message) -> None:
         layer, part, clock = message.layer, message.part, message.clock
         number = self.layout.number(layer, part)
-        frame = FrameReader(Frame.from_bytes(memoryview(message.body)), self.layout.numels(layer, part))
+        numels = self.layout.numels(layer, part)
+        frame: FrameReader | Arrived
+        if self._lossy is not None:
+            frame = Arrived(message.body, numels)
+        else:
+            frame = FrameReader(Frame.from_bytes(memoryview(message.body)), numels)
         if self.clock.push(member.session, number, clock):
             self._aggregator.keep(member.slot, number, clock, frame)
-        taken = Message(Kind.ACK, member.session, layer, part, clock, len(message.body), self._staleness())
+        size = frame.size if isinstance(frame, Arrived) else len(message.body)
+        taken = Message(Kind.ACK, member.session, layer, part, clock, size, self._staleness())
         self._send(member.peer, taken)
         member.progressed = time.monotonic()
         mine = self.clock.members[member.session]
@@ -288,6 +308,11 @@ class Server:
             raise MessageError(f"a pull of part {part} of layer {layer} waits already")
         member.parked[number] = message.clock, bool(message.number)
         self._answer(member, number)
+
+    def _on_report(self, peer: Peer, ticket: int, lost: frozenset[int]) -> None:
+        """What became of a delta that was sent in pieces."""
+        if self._lossy is not None:
+            self._lossy.settle(peer, ticket, lost)
 
     def _on_got(self, member: Member, message: Message) -> None:
         member.pool.done(message.number)
@@ -358,13 +383,19 @@ class Server:
             part = ~request.part if whole else request.part
             answer = self.views.answer(member.session, request.layer, part, whole=whole)
             kind = Kind.WHOLE if answer.whole else Kind.DELTA
+            size = len(answer.body) + sum(map(len, answer.shards))
             if not answer.whole or self.codec is None:
-                self._sizes[request.layer, part] = len(answer.body)
-            member.pool.sent(request, len(answer.body))
+                self._sizes[request.layer, part] = size
+            member.pool.sent(request, size)
             member.pool.known.here[request.layer] = request.clock
             message = Message(kind, member.session, request.layer, part, request.clock, answer.edition, answer.body)
-            member.sent += len(answer.body)
-            self._send(member.peer, message)
+            member.sent += size
+            if self._lossy is None or answer.whole:
+                self._send(member.peer, message)
+            else:
+                head = bytes(message.parts()[0])
+                ticket = self._listener.send_pieces(member.peer, head, answer.shards)
+                self._lossy.under_way(member.session, request.layer, part, member.peer, ticket)
 
     def _leave(self, member: Member) -> None:
         """Nobody waits for this worker any more; what it pushed before stays counted."""

@@ -29,13 +29,19 @@ _BUFFER = 1 << 22
 _PROBE, _ALIVE = 0.25, 5.0
 
 
+def open_socket(family: int) -> socket.socket:
+    """A socket for datagrams, with room for what comes while nobody reads."""
+    sock = socket.socket(family, socket.SOCK_DGRAM)
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+    return sock
+
+
 class Engine(threading.Thread):
     """One UDP socket with the paths that use it. `lock` guards everything that paths hold."""
 
     def __init__(self, sock: socket.socket, wake: Callable[[], None], *, probes: bool) -> None:
         super().__init__(name="thinwire-datagrams", daemon=True)
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
         sock.setblocking(False)
         self._socket, self._wake, self._probes = sock, wake, probes
         self.lock = threading.RLock()
@@ -55,16 +61,16 @@ class Engine(threading.Thread):
         while not self._ending:
             pause = self.pump_all()
             waiting.poll(min(pause, 0.25) * 1000)
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(OSError):
                 self._poked.recv(4096)
             if self.receive():
                 self._wake()
 
     def close(self) -> None:
         """End the thread and close the socket."""
-        self._ending = True
-        with contextlib.suppress(BlockingIOError):
-            self._poker.send(b"\0")
+        if not self._ending:
+            self._ending = True
+            self.poke()
         if self.is_alive():
             self.join(5.0)
         for each in (self._socket, self._poked, self._poker):
@@ -110,7 +116,7 @@ class Engine(threading.Thread):
 
     def poke(self) -> None:
         """Something new waits to leave."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
             self._poker.send(b"\0")
 
     def _probe(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer, Connection, Listener, Parts, Peer
-from thinwire.transport.engine import LARGEST_DATAGRAM, Engine
+from thinwire.transport.engine import LARGEST_DATAGRAM, Engine, open_socket
 from thinwire.transport.envelope import DATA_BYTES, Envelope, Kind, read_envelope
 from thinwire.transport.path import Path
 from thinwire.transport.pieces import MOST_PIECES, pack_all
@@ -74,8 +74,7 @@ class UdpListener(Listener):
     def __init__(self, tcp: TcpListener, host: str, *, mtu: int = MTU) -> None:
         self._tcp, self._mtu = tcp, check_mtu(mtu)
         self.piece_bytes = piece_bytes(mtu)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_DGRAM)
+        sock = open_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             sock.bind((host, int(tcp.address.rpartition(":")[2])))
         except OSError:  # somebody else has the port of that number: workers are told which one it is
@@ -242,9 +241,9 @@ def _send_pieces(engine: Engine, path: Path, head: bytes, pieces: Sequence[Buffe
 class UdpConnection(Connection):
     """A worker's side."""
 
-    def __init__(self, tcp: TcpConnection, host: str, *, mtu: int = MTU) -> None:
-        self._tcp, self._host, self._mtu = tcp, host, check_mtu(mtu)
-        self.piece_bytes = piece_bytes(mtu)
+    def __init__(self, tcp: TcpConnection, host: str) -> None:
+        self._tcp, self._host = tcp, host
+        self.piece_bytes = piece_bytes(MTU)  # until the server has said how much it is
         self._engine: Engine | None = None
         self._path: Path | None = None
         self._waiting: deque[list[Buffer]] = deque()  # until there is a session
@@ -297,10 +296,9 @@ class UdpConnection(Connection):
         if len(welcome) != _KEY.size + 2 * KEY_BYTES:
             raise TransportError("the server's answer to a worker that wants datagrams makes no sense")
         session, port, mtu = _KEY.unpack_from(welcome)
-        mtu = min(self._mtu, check_mtu(mtu))
-        self.piece_bytes = piece_bytes(mtu)
+        self.piece_bytes = piece_bytes(check_mtu(mtu))
         found = socket.getaddrinfo(self._host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
-        sock = socket.socket(found[0], socket.SOCK_DGRAM)
+        sock = open_socket(found[0])
         sock.connect(found[4])
         self._path = Path(session, welcome[_KEY.size :], server=False, mtu=mtu)
         self._engine = Engine(sock, self._tcp.wake, probes=True)
