@@ -1,4 +1,4 @@
-"""A socket whose datagrams are lost, doubled and swapped, by a seeded throw of dice: real sockets, repeatable faults."""
+"""A real socket whose datagrams are lost, doubled and swapped, by a seeded throw of dice."""
 
 import random
 import socket
@@ -16,7 +16,7 @@ class LossySocket(socket.socket):
     def send(self, data: Any, *rest: Any) -> int:
         return self._throw(super().send, (data, *rest))
 
-    def sendto(self, data: Any, *rest: Any) -> int:  # type: ignore[override]
+    def sendto(self, data: Any, *rest: Any) -> int:
         return self._throw(super().sendto, (data, *rest))
 
     def _throw(self, send: Any, arguments: tuple[Any, ...]) -> int:

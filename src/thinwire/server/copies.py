@@ -39,13 +39,13 @@ class Copies:
             views[piece.name] = row[piece.begin : piece.end]
         return views
 
-    def take(self, layout: Layout, layer: int, part: int, body: Buffer, *, whole: bool, pieces: bool = False) -> int:
+    def take(self, layout: Layout, layer: int, part: int, body: Buffer, *, whole: bool, lossy: bool = False) -> int:
         """Bring a part up to date with what the server sent, of which pieces may be missing; returns its bytes."""
         self.last_layout = layout
         pieces = layout.layers[layer].parts[part]
         rows = [self._rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
         size = len(body)
-        if pieces and not whole:
+        if lossy and not whole:
             arrived = Arrived(body, [row.numel() for row in rows])
             arrived.add_to(rows)
             size = arrived.size

@@ -140,6 +140,12 @@ class Courier(threading.Thread):
         """Tell the server figures of a step."""
         self._tell(lambda: self._report(figures))
 
+    def losses(self) -> dict[str, float]:
+        """Datagrams sent and lost so far, and what was put back for them."""
+        figures = self._connection.figures()
+        sent, lost = (int(figures.get(name, 0)) for name in ("datagrams_sent", "datagrams_lost"))
+        return {"datagrams": sent, "datagrams_lost": lost, "restored": self.restored}
+
     def leave(self) -> None:
         """Say goodbye and end."""
         self._ending = True
@@ -341,8 +347,8 @@ class Courier(threading.Thread):
         if layer >= len(session.arrived) or part >= len(session.arrived[layer]):
             raise MessageError(f"the server sent a part {part} of a layer {layer}, which does not exist")
         self.pace.answered(message.clock)
-        whole, pieces = message.kind is Kind.WHOLE, self._connection.piece_bytes is not None
-        size = self.copies.take(session.layout, layer, part, message.body, whole=whole, pieces=pieces)
+        whole, lossy = message.kind is Kind.WHOLE, self._connection.piece_bytes is not None
+        size = self.copies.take(session.layout, layer, part, message.body, whole=whole, lossy=lossy)
         self._send(Message(Kind.GOT, session.number, number=size))
         before = session.editions[layer][part]
         session.editions[layer][part] = message.number

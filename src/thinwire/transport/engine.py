@@ -16,15 +16,18 @@ from collections.abc import Callable
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer
 from thinwire.transport.envelope import CONTROL, DATA, PROBE, Kind, read_control, read_data
+from thinwire.transport.mtu import LARGEST_DATAGRAM
 from thinwire.transport.path import Path
 from thinwire.transport.sealing import OVERHEAD, session_of
 
 log = logging.getLogger("thinwire.transport")
 
-# The largest datagram that is read, and how many before others get a turn.
-LARGEST_DATAGRAM = 9216
+# Datagrams that are read before others get a turn.
 _AT_ONCE = 128
 _BUFFER = 1 << 22
+# The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
+_STAMP = 35
+_STAMPED = struct.Struct("@qq")
 # Seconds between signs of life: until the server has seen one, and after it.
 _PROBE, _ALIVE = 0.25, 5.0
 
@@ -43,6 +46,8 @@ class Engine(threading.Thread):
     def __init__(self, sock: socket.socket, wake: Callable[[], None], *, probes: bool) -> None:
         super().__init__(name="thinwire-datagrams", daemon=True)
         sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, _STAMP, 1)
         self._socket, self._wake, self._probes = sock, wake, probes
         self.lock = threading.RLock()
         self.paths: dict[int, Path] = {}
@@ -134,16 +139,16 @@ class Engine(threading.Thread):
         news = False
         for _ in range(_AT_ONCE):
             try:
-                datagram, address = self._socket.recvfrom(LARGEST_DATAGRAM)
+                datagram, stamps, _, address = self._socket.recvmsg(LARGEST_DATAGRAM, 64)
             except BlockingIOError:
                 break
             except OSError:  # somebody answered that a port is closed
                 continue
             with self.lock:
-                news |= self._take(datagram, address)
+                news |= self._take(datagram, address, _stamp(stamps))
         return news
 
-    def _take(self, datagram: bytes, address: tuple[str, int]) -> bool:
+    def _take(self, datagram: bytes, address: tuple[str, int], stamp: float) -> bool:
         session = session_of(datagram)
         path = self.paths.get(session) if session is not None else None
         if path is None:
@@ -153,12 +158,12 @@ class Engine(threading.Thread):
         if plain is None:
             return False
         try:
-            return self._believe(path, plain, address)
+            return self._believe(path, plain, address, stamp)
         except (TransportError, struct.error, IndexError):
             self.counts["broken"] += 1
             return False
 
-    def _believe(self, path: Path, plain: bytes, address: tuple[str, int]) -> bool:
+    def _believe(self, path: Path, plain: bytes, address: tuple[str, int], stamp: float) -> bool:
         kind, now = plain[0], time.monotonic()
         if not self._probes and path.address != address:
             opened, path.address = path.address is None, address
@@ -167,7 +172,7 @@ class Engine(threading.Thread):
                 return True
         if kind == DATA:
             message, index, count, head, piece, sent = read_data(plain)
-            if path.gathering.add(message, index, count, head, piece, now - sent, now):
+            if path.gathering.add(message, index, count, head, piece, stamp - sent, now):
                 self.complete.append((path, path.close(path.gathering.open[message], now)))
                 return True
             return False
@@ -179,3 +184,12 @@ class Engine(threading.Thread):
         elif kind != PROBE:
             raise TransportError("a datagram of a kind that there is not")
         return False
+
+
+def _stamp(stamps: list[tuple[int, int, bytes]]) -> float:
+    """When a datagram came, by the clock of the day."""
+    for level, kind, data in stamps:
+        if level == socket.SOL_SOCKET and kind == _STAMP and len(data) == _STAMPED.size:
+            seconds, nanoseconds = _STAMPED.unpack(data)
+            return float(seconds + 1e-9 * nanoseconds)
+    return time.time()

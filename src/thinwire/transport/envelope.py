@@ -16,7 +16,7 @@ _CONTROL = struct.Struct("<BB")
 _LENGTH = struct.Struct("<H")
 # kind, length of the head, index, count, message, time of sending
 _DATA = struct.Struct("<BBHHId")
-# message, pieces, hold and queueing delay in microseconds, bytes of the bitmap (none: all have arrived)
+# message, pieces, hold and the least queueing delay in microseconds, bytes of the bitmap (none: all have arrived)
 _REPORT = struct.Struct("<IHIIH")
 # message, pieces, their bytes
 _END = struct.Struct("<IHI")
@@ -47,7 +47,7 @@ class Report:
     message: int
     count: int
     hold: float  # seconds from the last datagram to this report
-    queue: float  # mean queueing delay, in seconds
+    queue: float  # the least queueing delay of its datagrams, in seconds
     lost: frozenset[int]
 
     def pack(self) -> bytes:

@@ -41,18 +41,13 @@ class Message:
     head: bytes
     pieces: dict[int, bytes] = field(default_factory=dict)
     last: float = 0.0  # when the newest piece came
-    queued: float = 0.0  # sum of the delays above the least
+    queue: float = 0.0  # the shortest queueing delay of its datagrams, in seconds
     ended: float | None = None  # when the sender's last word came
     total: int = 0
 
     @property
     def whole(self) -> bool:
         return len(self.pieces) == self.count
-
-    @property
-    def queue(self) -> float:
-        """Mean delay above the least, in seconds."""
-        return self.queued / len(self.pieces) if self.pieces else 0.0
 
 
 class Gathering:
@@ -84,7 +79,8 @@ class Gathering:
         self.received += 1
         found.pieces[index] = piece
         found.last = now
-        found.queued += self._delay(flight, now)
+        delay = self._delay(flight, now)
+        found.queue = delay if len(found.pieces) == 1 else min(found.queue, delay)
         return found.whole
 
     def end(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:

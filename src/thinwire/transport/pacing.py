@@ -10,7 +10,7 @@ from dataclasses import dataclass
 # Datagrams that may leave at once, as TCP's first window.
 BURST = 10
 _START = 2.5e6  # bytes a second before anything is known
-_LEAST, _MOST = 5e4, 1.25e9
+_LEAST, _MOST = 1.25e5, 1.25e9
 _FALL = 0.7
 # Delay above the least that was seen lately, from which on a queue stands.
 QUEUE = 0.005

@@ -4,6 +4,7 @@ Every message of a session has a number. It travels reliably, and a short one al
 lost: the first to come counts, in the order of the numbers. Not safe by itself: the transport holds a lock.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class Path:
             sending.waited = True
             return None, delay
         piece = sending.pieces[sending.next]
-        plain = pack_data(sending.number, sending.next, len(sending.pieces), sending.head, piece, now)
+        plain = pack_data(sending.number, sending.next, len(sending.pieces), sending.head, piece, time.time())
         sending.next += 1
         self.counts["sent"] += 1
         self.pacer.spend(len(plain) + 28)

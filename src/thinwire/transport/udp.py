@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer, Connection, Listener, Parts, Peer
-from thinwire.transport.engine import LARGEST_DATAGRAM, Engine, open_socket
+from thinwire.transport.engine import Engine, open_socket
 from thinwire.transport.envelope import DATA_BYTES, Envelope, Kind, read_envelope
+from thinwire.transport.mtu import MTU, check_mtu
 from thinwire.transport.path import Path
 from thinwire.transport.pieces import MOST_PIECES, pack_all
 from thinwire.transport.sealing import KEY_BYTES, OVERHEAD, new_keys
@@ -24,7 +25,6 @@ from thinwire.transport.tcp import TcpConnection, TcpListener
 
 log = logging.getLogger("thinwire.transport")
 
-MTU = 1400
 # session, port, mtu; after it the keys
 _KEY = struct.Struct("<IHH")
 _TOKEN_BYTES = 8
@@ -34,13 +34,6 @@ _TOLD_EVERY = 30.0
 HEAD_BYTES = 48
 # Workers that have asked for a session; more than any server has.
 _MOST_PATHS = 8192
-
-
-def check_mtu(mtu: int) -> int:
-    """Bytes of a datagram; ValueError if frames would not fit, or networks would cut it."""
-    if not 256 <= mtu <= LARGEST_DATAGRAM:
-        raise ValueError(f"--mtu is from 256 to {LARGEST_DATAGRAM} bytes, not {mtu}")
-    return mtu
 
 
 def piece_bytes(mtu: int) -> int:
