@@ -164,26 +164,24 @@ class Engine(threading.Thread):
             return False
 
     def _believe(self, path: Path, plain: bytes, address: tuple[str, int], stamp: float) -> bool:
-        kind, now = plain[0], time.monotonic()
+        kind, now, opened = plain[0], time.monotonic(), False
         if not self._probes and path.address != address:
             opened, path.address = path.address is None, address
             if opened:
                 path.open_to_peer()
-                return True
         if kind == DATA:
             message, index, count, head, piece, sent = read_data(plain)
             if path.gathering.add(message, index, count, head, piece, stamp - sent, now):
                 self.complete.append((path, path.close(path.gathering.open[message], now)))
                 return True
-            return False
-        if kind == CONTROL:
+        elif kind == CONTROL:
             envelope = read_control(plain)
             if envelope is not None and envelope.number and envelope.kind > Kind.AGAIN:
                 path.arrive(envelope, reliable=False)
                 return True
         elif kind != PROBE:
             raise TransportError("a datagram of a kind that there is not")
-        return False
+        return opened
 
 
 def _stamp(stamps: list[tuple[int, int, bytes]]) -> float:
