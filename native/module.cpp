@@ -7,6 +7,7 @@
 #include "positions.hpp"
 #include "reader.hpp"
 #include "statistics.hpp"
+#include "sum.hpp"
 #include "writer.hpp"
 
 namespace nb = nanobind;
@@ -124,6 +125,18 @@ void bind_writer(nb::module_& m) {
              return plain(w.add_entries(id, at<const uint64_t>(positions), at<const float>(values), count, n,
                                         at<float>(sent), is_strata, strata, Format(format), {stochastic, seed, 0}, reserve));
            })
+      .def_static("add_dealt",
+                  [](const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, uint64_t first,
+                     uint32_t id, const Described& d, Address held, Address mask, float threshold, uint64_t ties,
+                     int format, bool stochastic, uint64_t seed) {
+                    if (owners.empty() || owners.size() != reserves.size())
+                      throw std::invalid_argument("every owner has a writer and a reserve");
+                    nb::gil_scoped_release release;
+                    const Vector v = vector_of(d);
+                    return plain(Writer::add_dealt(owners, reserves, {owners.size(), first}, id, v.source, v.n,
+                                                   {at<float>(held), at<float>(mask)}, {threshold, ties},
+                                                   Format(format), {stochastic, seed, 0}));
+                  })
       .def("finish", [](Writer& w, int flags) {
         nb::gil_scoped_release release;
         return w.finish(uint8_t(flags));
@@ -159,6 +172,25 @@ void bind_reader(nb::module_& m) {
       });
 }
 
+void bind_sums(nb::module_& m) {
+  m.attr("DEAL") = kDeal;
+  m.def("share_of", [](uint64_t n, uint64_t world, uint64_t first, uint64_t owner) {
+    return Deal{world, first}.share(n, owner);
+  });
+  // sums: (address, n, world, first) of each result.
+  m.def("sum_frames", [](const std::vector<const Reader*>& frames,
+                         const std::vector<std::tuple<Address, uint64_t, uint64_t, uint64_t>>& sums, float weight) {
+    nb::gil_scoped_release release;
+    std::vector<Sum> results;
+    for (const auto& [out, n, world, first] : sums) results.push_back({at<float>(out), n, {world, first}});
+    sum_frames(frames, results, weight);
+  });
+  m.def("add_share", [](Address whole, uint64_t n, uint64_t world, uint64_t first, uint64_t owner, Address share) {
+    nb::gil_scoped_release release;
+    add_share(at<float>(whole), n, {world, first}, owner, at<const float>(share));
+  });
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -179,6 +211,7 @@ NB_MODULE(_native, m) {
   bind_memory(m);
   bind_writer(m);
   bind_reader(m);
+  bind_sums(m);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);

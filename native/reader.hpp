@@ -40,6 +40,8 @@ struct Section {
 
 class Reader {
  public:
+  class Walk;  // see sum.cpp
+
   // numels: the sizes of the tensors that the receiver expects, by id. Throws FrameFault.
   // trailing: bytes after the frame are allowed (padding of collectives of a fixed size).
   Reader(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing);

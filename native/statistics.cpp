@@ -55,45 +55,64 @@ auto with_source(const Source& s, F&& f) {
   });
 }
 
-// The bits of the magnitudes of about `wanted` elements, an even share of each vector.
-std::vector<uint32_t> sample_of(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed) {
+// Calls visit(bits, n) with the bits of the magnitudes of about `wanted` elements, an even share of each vector.
+template <class Visit>
+void visit_sample(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, Visit&& visit) {
   uint64_t all = 0;
   for (const Vector& v : vectors) all += v.n;
-  std::vector<uint32_t> sample(std::min<uint64_t>(all, wanted + vectors.size() * 2 * kLine) + kLine);
-  uint32_t* out = sample.data();
   for (size_t j = 0; j < vectors.size(); ++j) {
     const Vector& v = vectors[j];
     const auto share = uint64_t(double(wanted) * double(v.n) / double(all) + 1.0);
     with_source(v.source, [&]<Dtype D, bool Memory>() {
       const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
       for_sample(v.n, share, mix(seed + j), prefetch, [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; ++i) *out++ = magnitude_bits(element<D, Memory>(v.source, i));
+        for (; begin < end; begin += kLine) {
+          uint32_t bits[kLine];
+          const size_t n = std::min(kLine, end - begin);
+          if (n == kLine)
+            for (size_t i = 0; i < kLine; ++i) bits[i] = magnitude_bits(element<D, Memory>(v.source, begin + i));
+          else
+            for (size_t i = 0; i < n; ++i) bits[i] = magnitude_bits(element<D, Memory>(v.source, begin + i));
+          visit(bits, n);
+        }
       });
     });
   }
-  sample.resize(size_t(out - sample.data()));
-  return sample;
 }
 
-// The largest elements of a sample, more than `rank` of them: those above a guess from a few, or all if that fails.
-std::vector<uint32_t> largest_of(const std::vector<uint32_t>& sample, uint64_t rank) {
-  constexpr size_t kFew = 2048;
-  const size_t stride = sample.size() / kFew;
-  const double share = 1.5 * double(rank + 1) / double(sample.size()) + 20.0 / kFew;
-  if (stride < 4 || share > 0.5) return sample;
-  std::vector<uint32_t> few(kFew);
-  for (size_t i = 0; i < kFew; ++i) few[i] = sample[i * stride];
-  const auto place = few.begin() + std::ptrdiff_t(share * kFew);
-  std::nth_element(few.begin(), place, few.end(), std::greater<>());
-  const uint32_t guess = *place;
-  std::vector<uint32_t> above(sample.size() + 1);
+struct Largest {
+  std::vector<uint32_t> bits;  // those above the floor
+  uint64_t taken = 0;          // the sample's size
+};
+
+// The elements of a sample that exceed a floor: the sample itself is never stored, for it would not fit the cache.
+Largest above_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, uint32_t floor) {
+  Largest found;
   size_t kept = 0;
-  for (const uint32_t bits : sample) {  // without a branch: one place more is always there to write to
-    above[kept] = bits;
-    kept += bits > guess;
-  }
-  above.resize(kept);
-  return kept > rank ? above : sample;
+  visit_sample(vectors, wanted, seed, [&](const uint32_t* bits, size_t n) {
+    found.taken += n;
+    uint32_t most = 0;
+    for (size_t i = 0; i < n; ++i) most = std::max(most, bits[i]);
+    if (most < floor) return;
+    if (found.bits.size() < kept + kLine + 1) found.bits.resize(2 * kept + 4096);
+    for (size_t i = 0; i < n; ++i) {  // without a branch: one place more is always there to write to
+      found.bits[kept] = bits[i];
+      kept += bits[i] >= floor;
+    }
+  });
+  found.bits.resize(kept);
+  return found;
+}
+
+// A floor below which the wanted rank surely does not lie, from a few lines of the sample; 0 where all are wanted.
+uint32_t low_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, double density) {
+  constexpr uint64_t kFew = 4096;
+  const double share = 1.5 * density + 20.0 / kFew;
+  if (wanted < 8 * kFew || share > 0.5) return 0;
+  std::vector<uint32_t> few = above_floor(vectors, kFew, seed, 0).bits;
+  const auto place = few.begin() + std::ptrdiff_t(share * double(few.size()));
+  std::nth_element(few.begin(), place, few.end(), std::greater<>());
+  return *place;
 }
 
 }  // namespace
@@ -101,21 +120,23 @@ std::vector<uint32_t> largest_of(const std::vector<uint32_t>& sample, uint64_t r
 std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vectors,
                                                  const std::vector<double>& densities, uint64_t wanted,
                                                  uint64_t seed) {
-  const std::vector<uint32_t> sample = sample_of(vectors, wanted, seed);
-  const uint64_t taken = sample.size();
   std::vector<SampledThreshold> found;
+  if (densities.empty()) return found;
+  const double most = *std::max_element(densities.begin(), densities.end());
+  Largest largest = above_floor(vectors, wanted, seed, low_floor(vectors, wanted, seed, most));
+  if (largest.bits.size() <= uint64_t(most * double(largest.taken)))
+    largest = above_floor(vectors, wanted, seed, 0);
   for (const double density : densities) {
-    const auto rank = uint64_t(density * double(taken));
-    if (rank >= taken) {
+    const auto rank = uint64_t(density * double(largest.taken));
+    if (rank >= largest.taken) {
       found.push_back({0.0f, 1.0});
       continue;
     }
-    std::vector<uint32_t> largest = largest_of(sample, rank);
-    const auto place = largest.begin() + std::ptrdiff_t(rank);
-    std::nth_element(largest.begin(), place, largest.end(), std::greater<>());
+    const auto place = largest.bits.begin() + std::ptrdiff_t(rank);
+    std::nth_element(largest.bits.begin(), place, largest.bits.end(), std::greater<>());
     const uint32_t value = *place;
-    const auto greater = std::count_if(largest.begin(), place, [&](uint32_t bits) { return bits > value; });
-    found.push_back({std::bit_cast<float>(value), double(greater) / double(taken)});
+    const auto greater = std::count_if(largest.bits.begin(), place, [&](uint32_t bits) { return bits > value; });
+    found.push_back({std::bit_cast<float>(value), double(greater) / double(largest.taken)});
   }
   return found;
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 
 #include "positions.hpp"
 
@@ -75,57 +76,124 @@ size_t Writer::block(const uint64_t* positions, const float* values, size_t n, b
   return n;
 }
 
-bool Writer::flush(const uint64_t* positions, const float* values, size_t n, const Target& target, Written& w) {
-  float sent[kBlock];
-  const size_t fit = block(positions, values, n, true, sent);
-  w.sent += fit;
-  if (target.held)
-    for (size_t i = 0; i < fit; ++i) target.held[positions[i]] = values[i] - sent[i];
-  if (target.mask)
-    for (size_t i = 0; i < fit; ++i) target.mask[positions[i]] = 0.0f;
-  return fit == n;  // a shorter block is the section's last
+// A section's entries on their way into blocks: whole blocks are written as soon as they are full, and their entries
+// settled with the memory.
+class Writer::Stream {
+ public:
+  Stream(Writer& writer, uint32_t id, size_t n, Format format, Rounding rounding, size_t reserve, Deal deal,
+         uint64_t owner)
+      : writer_(writer), place_(deal, owner), dealt_(deal.world > 1) {
+    writer.rounding_ = rounding;
+    room = opened_ = (n || !dealt_) && writer.open(id, format, Indexing::gaps, n, 0, reserve);
+  }
+
+  // Takes n survivors of a chunk that begins at `begin` of the share.
+  void take(uint64_t begin, const uint32_t* offsets, const float* values, size_t n, const Target& target) {
+    for (size_t i = 0; i < n; ++i) {
+      positions_[pending_ + i] = begin + offsets[i];
+      values_[pending_ + i] = values[i];
+    }
+    pending_ += n;
+    size_t done = 0;
+    for (; room && pending_ - done >= kBlock; done += kBlock) room = flush(done, kBlock, target);
+    if (!room) {
+      pending_ = 0;
+    } else if (done) {
+      std::copy(positions_ + done, positions_ + pending_, positions_);
+      std::copy(values_ + done, values_ + pending_, values_);
+      pending_ -= done;
+    }
+  }
+
+  // Returns the entries that found room.
+  uint64_t finish(const Target& target) {
+    if (room && pending_) flush(0, pending_, target);
+    if (opened_) writer_.close(sent_);
+    return sent_;
+  }
+
+  bool room;  // whether another entry may fit
+
+ private:
+  bool flush(size_t from, size_t n, const Target& target) {
+    float sent[kBlock];
+    const size_t fit = writer_.block(positions_ + from, values_ + from, n, true, sent);
+    sent_ += fit;
+    if (dealt_)
+      settle(from, fit, target, sent, place_);
+    else
+      settle(from, fit, target, sent, [](uint64_t position) { return position; });
+    return fit == n;  // a shorter block is the section's last
+  }
+
+  template <class Place>
+  void settle(size_t from, size_t n, const Target& target, const float* sent, Place&& place) {
+    for (size_t i = 0; i < n; ++i) {
+      const uint64_t at = place(positions_[from + i]);
+      if (target.held) target.held[at] = values_[from + i] - sent[i];
+      if (target.mask) target.mask[at] = 0.0f;
+    }
+  }
+
+  Writer& writer_;
+  Placed place_;
+  bool dealt_, opened_;
+  size_t pending_ = 0;
+  uint64_t sent_ = 0;
+  uint64_t positions_[kChunk + kBlock];
+  float values_[kChunk + kBlock];
+};
+
+namespace {
+
+// One chunk of the pass: survivors in offsets and values, of which `written` takes note.
+size_t pass(const Source& source, size_t begin, size_t length, Cut& cut, bool room, uint32_t* offsets, float* values,
+            Written& written) {
+  // Once a frame is full the pass only accumulates: what comes from here on stays in the memory.
+  constexpr float kNever = std::numeric_limits<float>::infinity();
+  const bool ties = room && cut.ties > 0;
+  size_t kept = scan_in_use()(source, begin, length, room ? cut.threshold : kNever, ties, offsets, values);
+  if (ties) kept = drop_ties(offsets, values, kept, cut);
+  double magnitudes = 0;
+  for (size_t i = 0; i < kept; ++i) magnitudes += magnitude(values[i]);
+  written.magnitudes += magnitudes;
+  written.selected += kept;
+  return kept;
 }
+
+}  // namespace
 
 Written Writer::add_selected(uint32_t id, const Source& source, size_t n, const Target& target, Cut cut,
                              Format format, Rounding rounding, size_t reserve) {
-  constexpr float kNever = std::numeric_limits<float>::infinity();
   Written w;
-  rounding_ = rounding;
-  const bool opened = open(id, format, Indexing::gaps, n, 0, reserve);
-  bool room = opened;
-  const Scan scan = scan_in_use();
+  Stream stream(*this, id, n, format, rounding, reserve, Deal{}, 0);
   uint32_t offsets[kChunk + kSlack];
-  float chunk[kChunk + kSlack];
-  uint64_t positions[kChunk + kBlock];
-  float values[kChunk + kBlock];
-  size_t pending = 0;
-  for (size_t begin = 0; begin < n; begin += kChunk) {
-    // Once the frame is full the pass only accumulates: everything from here on stays in the memory.
-    const bool ties = room && cut.ties > 0;
-    size_t kept = scan(source, begin, std::min(kChunk, n - begin), room ? cut.threshold : kNever, ties, offsets, chunk);
-    if (ties) kept = drop_ties(offsets, chunk, kept, cut);
-    double magnitudes = 0;
-    for (size_t i = 0; i < kept; ++i) {
-      positions[pending + i] = begin + offsets[i];
-      values[pending + i] = chunk[i];
-      magnitudes += magnitude(chunk[i]);
-    }
-    w.magnitudes += magnitudes;
-    w.selected += kept;
-    pending += kept;
-    size_t done = 0;
-    for (; room && pending - done >= kBlock; done += kBlock)
-      room = flush(positions + done, values + done, kBlock, target, w);
-    if (!room) pending = done = 0;
-    if (done) {
-      std::copy(positions + done, positions + pending, positions);
-      std::copy(values + done, values + pending, values);
-      pending -= done;
-    }
-    if (!room && !source.memory) break;
+  float values[kChunk + kSlack];
+  for (size_t begin = 0; begin < n && (stream.room || source.memory); begin += kChunk) {
+    const size_t kept = pass(source, begin, std::min(kChunk, n - begin), cut, stream.room, offsets, values, w);
+    stream.take(begin, offsets, values, kept, target);
   }
-  if (room && pending) flush(positions, values, pending, target, w);
-  if (opened) close(w.sent);
+  w.sent = stream.finish(target);
+  w.ties = cut.ties;
+  return w;
+}
+
+Written Writer::add_dealt(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, const Deal& deal,
+                          uint32_t id, const Source& source, size_t n, const Target& target, Cut cut, Format format,
+                          Rounding rounding) {
+  Written w;
+  std::vector<std::unique_ptr<Stream>> streams;
+  for (size_t i = 0; i < owners.size(); ++i)
+    streams.emplace_back(new Stream(*owners[i], id, deal.share(n, i), format, rounding, reserves[i], deal, i));
+  uint32_t offsets[kChunk + kSlack];
+  float values[kChunk + kSlack];
+  for (uint64_t block = 0; block * kDeal < n; ++block) {
+    Stream& stream = *streams[deal.owner(block)];
+    const size_t begin = block * kDeal;
+    const size_t kept = pass(source, begin, std::min(kDeal, n - begin), cut, stream.room, offsets, values, w);
+    stream.take(block / deal.world * kDeal, offsets, values, kept, target);
+  }
+  for (auto& stream : streams) w.sent += stream->finish(target);
   w.ties = cut.ties;
   return w;
 }

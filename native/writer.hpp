@@ -1,5 +1,8 @@
 // Builds one frame in a caller's buffer: sections are appended, what does not fit stays in the memory.
 #pragma once
+#include <vector>
+
+#include "deal.hpp"
 #include "frame.hpp"
 #include "scan.hpp"
 #include "values.hpp"
@@ -31,6 +34,9 @@ class Writer {
   Written add_selected(uint32_t id, const Source&, size_t n, const Target&, Cut, Format, Rounding, size_t reserve);
   Written add_strata(uint32_t id, const Source&, size_t n, const Target&, uint64_t count, uint64_t seed, Format,
                      Rounding, size_t reserve);
+  // The same into several frames, each with its owner's share of the vector; reserves are the owners', too.
+  static Written add_dealt(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, const Deal&,
+                           uint32_t id, const Source&, size_t n, const Target&, Cut, Format, Rounding);
   // Entries chosen elsewhere (a GPU's twin, an exchange): ascending positions below n. With `strata` the positions
   // are those of the seed, and only the seed is written.
   Written add_entries(uint32_t id, const uint64_t* positions, const float* values, uint64_t count, size_t n,
@@ -44,8 +50,7 @@ class Writer {
   // Writes one block of n entries, or of n / 2, n / 4, ... if no more fits; returns how many were written.
   size_t block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent);
   bool strata_fit(uint64_t count) const;
-  // Writes one block and settles its entries with the memory; false if the section is full.
-  bool flush(const uint64_t* positions, const float* values, size_t n, const Target&, Written&);
+  class Stream;
 
   uint8_t* buffer_;
   size_t capacity_;

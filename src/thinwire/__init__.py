@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.exchange.gather import Gather as Gather
     from thinwire.exchange.hierarchical import Hierarchical as Hierarchical
     from thinwire.exchange.scatter_reduce import ScatterReduce as ScatterReduce
+    from thinwire.server.server import Server as Server
+    from thinwire.server.worker import Worker as Worker
 
 try:
     __version__ = metadata.version("thinwire")
@@ -70,6 +72,8 @@ _PUBLIC = {
     "attach": "ddp.attach",
     "Link": "ddp.link",
     "merge_states": "ddp.states",
+    "Server": "server.server",
+    "Worker": "server.worker",
     "FrameError": "errors",
     "LinkError": "errors",
     "ThinwireError": "errors",

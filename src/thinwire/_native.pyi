@@ -8,6 +8,7 @@ Written = tuple[int, int, int, float]
 BLOCK: int
 HEADER_BYTES: int
 SECTION_BYTES: int
+DEAL: int
 
 def avx2(on: bool) -> None: ...
 def avx2_in_use() -> bool: ...
@@ -71,6 +72,21 @@ class Writer:
         seed: int,
         reserve: int,
     ) -> Written: ...
+    @staticmethod
+    def add_dealt(
+        owners: Sequence[Writer],
+        reserves: Sequence[int],
+        first: int,
+        id: int,
+        vector: Described,
+        held: int,
+        mask: int,
+        threshold: float,
+        ties: int,
+        format: int,
+        stochastic: bool,
+        seed: int,
+    ) -> Written: ...
     def finish(self, flags: int) -> int: ...
 
 class Section:
@@ -95,3 +111,7 @@ class Reader:
     def non_finite(self) -> bool: ...
     def add(self, section: Section, out: int, weight: float) -> None: ...
     def entries(self, section: Section, positions: int, values: int) -> None: ...
+
+def share_of(n: int, world: int, first: int, owner: int) -> int: ...
+def sum_frames(frames: Sequence[Reader], sums: Sequence[tuple[int, int, int, int]], weight: float) -> None: ...
+def add_share(whole: int, n: int, world: int, first: int, owner: int, share: int) -> None: ...

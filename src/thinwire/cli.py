@@ -14,6 +14,7 @@ from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
 from thinwire.race.race_command import race_command
 from thinwire.race.serve_command import serve_command
+from thinwire.race.simulate_command import app as simulate
 from thinwire.race.train_command import train_command
 from thinwire.race.work_command import work_command
 from thinwire.recipes.command import recipes
@@ -32,6 +33,7 @@ app.command("lab", context_settings={"allow_interspersed_args": False})(lab_comm
 
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
+app.add_typer(simulate, name="simulate")
 
 # Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -1,16 +1,18 @@
 """A server and workers as threads of one process, over real sockets: what most tests of the room train with."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.server.messages import Kind, parse
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.transport.addresses import listen
+from thinwire.transport.addresses import connect, listen
+from thinwire.transport.base import Buffer, Connection, Parts
 
 
 def small_net(seed: int = 0) -> nn.Sequential:
@@ -100,3 +102,45 @@ def train(
             worker.step()
             each(worker)
     return worker
+
+
+class Ones(nn.Module):
+    """A model whose gradient is one everywhere: with lr 1 and a sum, its parameters count what was counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(60, 30, bias=False) for _ in range(2))
+        for p in self.parameters():
+            nn.init.zeros_(p)
+
+    def forward(self) -> Tensor:
+        return sum((layer(torch.eye(60)).sum() for layer in (self.a, self.b)), torch.zeros(()))
+
+
+class Leaky(Connection):
+    """A real connection that loses chosen messages: of a kind and direction, the n-th."""
+
+    def __init__(self, address: str, *losses: tuple[str, Kind, int]) -> None:
+        self._inner, self._losses = connect(address), set(losses)
+        self._seen: dict[tuple[str, Kind], int] = {}
+        self.lost = 0
+
+    def _passes(self, way: str, parts: Sequence[Buffer]) -> bool:
+        kind = parse(parts).kind
+        self._seen[way, kind] = self._seen.get((way, kind), 0) + 1
+        lost = (way, kind, self._seen[way, kind]) in self._losses
+        self.lost += lost
+        return not lost
+
+    def poll(self, timeout: float) -> list[Parts]:
+        return [parts for parts in self._inner.poll(timeout) if self._passes("in", parts)]
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        if self._passes("out", parts):
+            self._inner.send(parts)
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def close(self) -> None:
+        self._inner.close()

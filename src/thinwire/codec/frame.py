@@ -86,6 +86,24 @@ class FrameReader:
         return positions, values
 
 
+def sum_frames(
+    readers: Sequence[FrameReader],
+    outs: Sequence[Tensor],
+    weight: float = 1.0,
+    deals: Sequence[tuple[int, int]] | None = None,
+) -> None:
+    """outs = the weighted sum of all frames, added in their order, in one pass over the outs; zero elsewhere.
+
+    With `deals`, (world, first) for each out, the i-th frame holds the i-th owner's share of it (see parts.py).
+    """
+    for i, out in enumerate(outs):
+        if out.dtype != torch.float32 or not out.is_contiguous() or out.device.type != "cpu":
+            raise ValueError(f"tensor {i} must be contiguous float32 on the CPU to add frames to it")
+    dealt = deals if deals is not None else [(1, 0)] * len(outs)
+    sums = [(out.data_ptr(), out.numel(), *deal) for out, deal in zip(outs, dealt, strict=True)]
+    _native.sum_frames([reader._reader for reader in readers], sums, weight)
+
+
 def section_bound(n: int, count: int, values: Values, *, whole: bool = False) -> int:
     """Bytes that up to `count` entries of n elements take at the most; `whole`: all n, so no positions.
 

@@ -25,8 +25,10 @@ class Channel:
         self.name = group.group_name
         self.rank = group.rank()
         self.world = group.size()
+        # Gloo gathers around a ring, in which every rank waits for all before it: sending to all at once is one hop.
+        self._direct = dist.get_backend(group) == "gloo"
         # Backends of GPUs move only GPU memory; frames themselves are made and read on the CPU.
-        self.device = device if device is not None and dist.get_backend(group) != "gloo" else torch.device("cpu")
+        self.device = device if device is not None and not self._direct else torch.device("cpu")
         self.sent = 0
         self.received = 0
         self.seconds = 0.0
@@ -42,7 +44,10 @@ class Channel:
         """Everybody's message, in rank order; all are of one size."""
         size, began = message.numel(), _now()
         out = torch.empty(size * self.world, dtype=torch.uint8, device=self.device)
-        _all_gather(out, message.to(self.device), group=self.group)
+        if self._direct:
+            dist.all_to_all_single(out, message.repeat(self.world), group=self.group)
+        else:
+            _all_gather(out, message.to(self.device), group=self.group)
         self._count(size * (self.world - 1), size * (self.world - 1), began)
         return list(out.cpu().view(self.world, size).unbind()) if size else [message] * self.world
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame, FrameReader
+from thinwire.codec.frame import Frame, FrameReader, sum_frames
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
 from thinwire.exchange.channel import Channel
 
@@ -41,10 +41,7 @@ class Gather(Exchange):
         if not bad:
             largest = max(reader.length for reader in readers)
             self._sizes.learn(bucket.key, 0, largest, slack(self._codec, numels))
-            for out in bucket.outs:
-                out.zero_()
-            for reader in readers:
-                reader.add_to(bucket.outs, 1.0 / self._channel.world)
+            sum_frames(readers, bucket.outs, 1.0 / self._channel.world)
         decode = time.perf_counter() - began
         names = list(bucket.gradients)
         counts = dict(zip(names, frame.counts, strict=True)) if frame.counts else {}

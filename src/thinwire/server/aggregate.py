@@ -4,14 +4,17 @@ Contributions of one step are added in the order of the workers' slots, whatever
 result is the same bits every time.
 """
 
+import logging
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.codec.frame import FrameReader
-from thinwire.server.layers import Layout, flat
+from thinwire.server.layers import Layout, flat, trained
 from thinwire.server.lossy import Arrived
+
+log = logging.getLogger("thinwire.server")
 
 Reduce = Literal["mean", "sum"]
 # Each element's update depends on that element alone: a parameter may be updated in parts.
@@ -30,7 +33,7 @@ class Aggregator:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, reduce: Reduce) -> None:
         if reduce not in ("mean", "sum"):
             raise ValueError(f'reduce is "mean" or "sum", not {reduce!r}')
-        parameters = dict(model.named_parameters())
+        parameters = trained(model)
         strange = [n for n, p in parameters.items() if p.dtype != torch.float32 or p.device.type != "cpu"]
         if strange:
             raise ValueError(f"the server keeps its model in float32 on the CPU: {strange[0]} is not")
@@ -87,6 +90,9 @@ class Aggregator:
             share = len(slots) if workers is None else max(workers, 1)
             for gradient in gradients:
                 gradient.div_(share)
+        if not all(gradient.isfinite().all() for gradient in gradients):
+            log.warning("the gradients of a step add up to more than a float32 holds: they are left out")
+            return 0
         # One step of the optimizer on this part: it passes over parameters without a gradient.
         for unit, gradient in zip(self._units[part], gradients, strict=True):
             unit.grad = gradient.view(unit.shape)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from thinwire.server.layers import Layout, Piece, flat
+from thinwire.server.layers import Layout, Piece, flat, trained
 from thinwire.server.lossy import Arrived
 from thinwire.server.views import take_delta, take_whole
 from thinwire.transport.base import Buffer
@@ -19,12 +19,12 @@ class Copies:
     """Rows by parameter name."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = trained(model)
         self._rows: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
             self._rows[name] = flat(parameter) if plain else parameter.detach().float().cpu().reshape(-1).clone()
-        self.last_layout = Layout.of(model, 0)
+        self.last_layout: Layout | None = None
 
     def row(self, name: str) -> Tensor:
         """The exact values of a parameter."""
@@ -36,6 +36,8 @@ class Copies:
         for piece in pieces:
             whole = gradients.get(piece.parameter)
             row = self._rows[piece.parameter] if whole is None else whole.reshape(-1)
+            if row.dtype == torch.float64:
+                row = row.float()
             views[piece.name] = row[piece.begin : piece.end]
         return views
 
@@ -52,7 +54,11 @@ class Copies:
         else:
             (take_whole if whole else take_delta)(body, rows)
         for piece, row in zip(pieces, rows, strict=True):
-            parameter = self._parameters[piece.parameter]
-            if self._rows[piece.parameter].data_ptr() != parameter.data_ptr():
-                parameter.detach().reshape(-1)[piece.begin : piece.end].copy_(row)
+            parameter = self._parameters[piece.parameter].detach()
+            if self._rows[piece.parameter].data_ptr() == parameter.data_ptr():
+                continue
+            if parameter.is_contiguous():
+                parameter.view(-1)[piece.begin : piece.end].copy_(row)
+            else:  # no row of elements to write a part of
+                parameter.copy_(self._rows[piece.parameter].view(parameter.shape))
         return size

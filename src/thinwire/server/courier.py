@@ -5,8 +5,7 @@ connection's session alive, and begins a new one when the server has forgotten i
 """
 
 import logging
-import secrets
-import socket
+import math
 import threading
 import time
 from collections import deque
@@ -16,18 +15,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import thinwire
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import ThinwireError
+from thinwire.server.buffers import Buffers
 from thinwire.server.copies import Copies
-from thinwire.server.layers import Layout
+from thinwire.server.handshake import hello_of
 from thinwire.server.lossy import Pushed, check_on_loss
-from thinwire.server.messages import Kind, Message, MessageError, field, parse, with_json
-from thinwire.server.naming import named_codec
+from thinwire.server.messages import STALENESS, Kind, Message, MessageError, parse, with_json
 from thinwire.server.pace import Pace
-from thinwire.server.schedule import Pool, Request, Staleness, check_policy
-from thinwire.server.server import STALENESS
+from thinwire.server.schedule import Request
+from thinwire.server.session import Session
 from thinwire.transport.base import Connection
 from thinwire.transport.pieces import pack_all
 
@@ -38,30 +36,15 @@ Gradients = Mapping[str, Tensor]
 _PULL_BYTES = 64
 # Before the server's terms are known: how often to say hello.
 _HELLO_EVERY = 2.0
+# Beats to a server that does not answer: from the fifth on they are this far apart, for they all wait in a queue.
+_UNANSWERED, _PATIENT = 4, 2.0
 
 
 class ServerError(ThinwireError, RuntimeError):
     """The server refused this worker, is gone, or sent something that makes no sense."""
 
 
-class Session:
-    """What the server agreed to, until it forgets us."""
-
-    def __init__(self, number: int, terms: dict[str, Any], model: nn.Module) -> None:
-        self.number = number
-        self.slot, self.first = field(terms, "slot", int), field(terms, "first", int)
-        self.bound: int | None = terms.get("bound")
-        self.timeout = float(terms.get("timeout", 10.0))
-        self.counted: list[int] | None = terms.get("counted")
-        self.tell: dict[str, Any] = field(terms, "tell", dict)
-        self.layout = Layout.of(model, field(terms, "cut", int))
-        self.known = Staleness.at_start(len(self.layout.layers), 1)
-        self.pool = Pool(check_policy(field(terms, "policy", str)).name, self.known, field(terms, "window", int))
-        self.arrived = [[-1] * len(layer.parts) for layer in self.layout.layers]
-        self.editions = [[-1] * len(layer.parts) for layer in self.layout.layers]
-
-
-class Courier(threading.Thread):
+class Courier:
     """Owns the connection. The worker's thread calls `push`, `fetch`, `wait` and `leave`; the rest happens here."""
 
     def __init__(
@@ -74,21 +57,13 @@ class Courier(threading.Thread):
         slot: int | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(name="thinwire-worker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="thinwire-worker", daemon=True)
         self._connection, self._model = connection, model
-        connection.on_report = self._on_report
         self._named, self.codec = codec, codec or Codec()  # without one, as the server says
         self.copies = Copies(model)
-        shapes = [[n, list(p.shape)] for n, p in model.named_parameters() if p.requires_grad]
-        self._hello: dict[str, Any] = {
-            "token": secrets.token_hex(8),
-            "recipe": recipe,
-            "version": thinwire.__version__,
-            "parameters": shapes,
-            "pieces": connection.piece_bytes is not None,
-            "slot": slot,
-            "name": name if name is not None else socket.gethostname(),
-        }
+        self._buffers = Buffers(model)
+        connection.on_report = self._on_report
+        self._hello = {**hello_of(model, recipe, slot, name), "pieces": connection.piece_bytes is not None}
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         self._gradients: dict[tuple[int, int], Gradients] = {}
@@ -96,6 +71,7 @@ class Courier(threading.Thread):
         self._tickets: dict[int, Pushed] = {}  # pushes in pieces that are not reported yet
         self.restored = 0.0  # sum of the magnitudes that were lost on the way and returned to the memory
         self._spoken = self._asked = 0.0
+        self._beats = 0  # since anything was heard
         self._heard = time.monotonic()
         self._ending = False
         self.session: Session | None = None
@@ -106,6 +82,10 @@ class Courier(threading.Thread):
         self.sent = self.received = 0
 
     # For the worker's thread
+
+    def start(self) -> None:
+        """Begin to talk."""
+        self._thread.start()
 
     def push(self, session: Session, layer: int, clock: int, gradients: Gradients) -> None:
         """Send a layer's gradients (of some of its parameters), then ask for its parameters for the next step."""
@@ -150,7 +130,8 @@ class Courier(threading.Thread):
         """Say goodbye and end."""
         self._ending = True
         self._connection.wake()
-        self.join(10.0)
+        if self._thread.ident is not None:
+            self._thread.join(10.0)
 
     def _tell(self, job: Callable[[], None]) -> None:
         self._jobs.append(job)
@@ -168,14 +149,14 @@ class Courier(threading.Thread):
 
     # The thread
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._ending:
                 self._turn()
-            if self.session is not None:
-                self._send(Message(Kind.BYE, self.session.number))
+            self._send(Message(Kind.BYE, self.session.number if self.session is not None else 0))
         except Exception as error:  # whatever it is, the thread that waits must hear of it
-            self.error = error if isinstance(error, ThinwireError) else ServerError(f"the worker failed: {error!r}")
+            self.error = error if isinstance(error, ThinwireError) else ServerError(f"the worker failed: {error}")
+            self.error.__cause__ = error.__cause__ if self.error is error else error
         finally:
             self._connection.close()
             with self._changed:
@@ -187,7 +168,8 @@ class Courier(threading.Thread):
             if now - self._asked > _HELLO_EVERY and self.stopped is None:
                 self._asked = now
                 self._send(with_json(Kind.HELLO, **self._hello))
-        elif now - self._spoken > self.session.timeout / 4:
+        elif self.stopped is None and now - self._spoken > self._beat_every(self.session):
+            self._beats += 1
             self._send(Message(Kind.BEAT, self.session.number))
         while self._jobs:
             self._jobs.popleft()()
@@ -195,21 +177,26 @@ class Courier(threading.Thread):
         pause = 0.2 if self.session is None else min(0.5, self.session.timeout / 8)
         for parts in self._connection.poll(0.0 if self._jobs else pause):
             self.received += sum(map(len, parts))
-            self._heard = time.monotonic()
+            self._heard, self._beats = time.monotonic(), 0
             self._handle(parse(parts))
 
+    def _beat_every(self, session: Session) -> float:
+        usual = session.timeout / 4
+        return usual if self._beats < _UNANSWERED else max(usual, _PATIENT)
+
     def _send(self, message: Message) -> None:
-        parts = message.parts()
+        parts = message.parts(self.session.counter.next(message.kind) if self.session is not None else 0)
         self.sent += sum(map(len, parts))
         self._spoken = time.monotonic()
         self._connection.send(parts)
 
     def _send_pushed(self, message: Message, pushed: Pushed) -> None:
         """Send a gradient in pieces, any of which may be lost."""
-        head, shards = bytes(message.parts()[0]), list(pushed.shards.values())
-        if not pushed.finite:  # what it says must arrive
+        shards = list(pushed.shards.values())
+        if not pushed.finite or self.session is None:  # what it says must arrive
             self._send(replace(message, body=pack_all(shards)))
             return
+        head = bytes(message.parts(self.session.counter.next(message.kind))[0])
         self.sent += len(head) + pushed.size
         self._spoken = time.monotonic()
         ticket = self._connection.send_pieces(head, shards)
@@ -238,15 +225,18 @@ class Courier(threading.Thread):
     def _enqueue_all(self, session: Session, clock: int) -> None:
         if session is not self.session:
             return
+        if self._buffers:
+            self._send(Message(Kind.BUFFERS, session.number))
         for layer, part in session.layout.places():
             self._send(Message(Kind.PULL, session.number, layer, part, clock, 1))
 
     def _report(self, figures: dict[str, Any]) -> None:
-        if self.session is not None:
-            self._send(with_json(Kind.BEAT, self.session.number, **figures))
+        if self.session is not None and self.stopped is None:
+            plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+            self._send(with_json(Kind.BEAT, self.session.number, **plain))
 
     def _flush(self) -> None:
-        session = self.session
+        session = self.session if self.stopped is None else None
         while session is not None and (request := session.pool.next()) is not None:
             if request.kind == "pull":
                 session.pool.done(request.size)
@@ -260,21 +250,21 @@ class Courier(threading.Thread):
         pieces = session.layout.layers[layer].parts[part]
         views = self.copies.gradients(pieces, gradients)
         hold = [piece.name for piece in pieces if piece.parameter not in gradients]
-        began = time.perf_counter()
-        budget = self._connection.piece_bytes
+        message = Message(Kind.PUSH, session.number, layer, part, clock)
+        began, budget = time.perf_counter(), self._connection.piece_bytes
         if budget is None:
             frame = self.codec.encode(views, step=clock, hold=hold)
             self.pace.encoded(time.perf_counter() - began, sum(frame.counts))
             body = frame.data.numpy().data
             session.pool.sent(request, len(body))
             self._unacknowledged[layer, part, clock] = frame
-            self._send(Message(Kind.PUSH, session.number, layer, part, clock, body=body))
+            self._send(replace(message, body=body))
         else:
             pushed, entries = Pushed.encode(self.codec, views, budget, step=clock, hold=hold)
             self.pace.encoded(time.perf_counter() - began, entries)
             session.pool.sent(request, pushed.size)
             self._unacknowledged[layer, part, clock] = pushed
-            self._send_pushed(Message(Kind.PUSH, session.number, layer, part, clock), pushed)
+            self._send_pushed(message, pushed)
         if part == len(session.layout.layers[layer].parts) - 1:
             self._gradients.pop((layer, clock), None)
         self.pace.note(self.pace.pushes, layer, clock)
@@ -287,23 +277,39 @@ class Courier(threading.Thread):
             self._begin(message)
         elif message.kind is Kind.REFUSED:
             raise ServerError(f"the server refused this worker: {message.json.get('reason')}")
-        elif session is not None and message.session == session.number:
-            if message.kind is Kind.AGAIN:
-                self._forgotten(str(message.json.get("reason")))
-            elif message.kind is Kind.ACK:
-                self._on_ack(session, message)
-            elif message.kind in (Kind.DELTA, Kind.WHOLE):
-                self._on_answer(session, message)
-            elif message.kind is Kind.STOP:
-                with self._changed:
-                    self.stopped = str(message.json.get("reason"))
-                    self._changed.notify_all()
+        elif message.kind is Kind.STOP and message.session == (0 if session is None else session.number):
+            self._on_stop(str(message.json.get("reason")))
+        elif session is None or message.session != session.number:
+            return  # of an earlier session
+        elif message.kind is Kind.AGAIN:
+            self._forgotten(str(message.json.get("reason")))
+        elif not session.counter.follows(message):
+            self._forgotten("messages were lost on the way")
+        elif message.kind is Kind.ACK:
+            self._on_ack(session, message)
+        elif message.kind in (Kind.DELTA, Kind.WHOLE):
+            self._on_answer(session, message)
+        elif message.kind is Kind.BUFFERS:
+            self._on_buffers(session, message)
+
+    def _on_stop(self, reason: str) -> None:
+        with self._changed:
+            self.stopped = reason
+            self._changed.notify_all()
+        # The server waits for it, and the worker's thread may take its time.
+        self._send(Message(Kind.BYE, self.session.number if self.session is not None else 0))
+
+    def _on_buffers(self, session: Session, message: Message) -> None:
+        if len(message.body):
+            self._buffers.take(message.body)
+        else:
+            self._send(Message(Kind.BUFFERS, session.number, body=self._buffers.body()))
 
     def _begin(self, message: Message) -> None:
         session = Session(message.session, message.json, self._model)
         self._give_back(session.counted)
         if self._named is None:
-            self._named = self.codec = named_codec(session.tell.get("push", 0.01))
+            self._named = self.codec = session.codec()
         with self._changed:
             self._gradients.clear()
             self.session, self.lost = session, True
@@ -319,9 +325,13 @@ class Courier(threading.Thread):
 
     def _give_back(self, counted: list[int] | None) -> None:
         """What was pushed and has not been counted returns to the memory."""
+        layout = self.copies.last_layout
+        if layout is None:
+            return
+        if counted is not None and len(counted) != len(layout.numbers):  # a server that cuts its parts otherwise
+            counted = None
         for (layer, part, clock), frame in self._unacknowledged.items():
-            layout = self.copies.last_layout
-            if counted is not None and clock < counted[layout.number(layer, part)]:
+            if counted is not None and clock < counted[layout.numbers[layer, part]]:
                 continue
             if isinstance(frame, Pushed):
                 frame.give_back(self.codec)

@@ -6,12 +6,24 @@ Server and workers derive the same layout from the same model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from torch import Tensor, nn
 
+from thinwire.transport.base import LARGEST
+
 # A layout that a peer announces may not be larger than this.
 MOST_PARTS = 1 << 16
+# Elements of a part: in full it must fit in a message.
+MOST_ELEMENTS = (LARGEST - 1024) // 4
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take part; tied ones once, by their first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
 
 
 @dataclass(frozen=True)
@@ -54,18 +66,23 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module, cut: int) -> "Layout":
         """The layout with parts of at most `cut` elements; 0 leaves layers whole."""
+        if cut < 0:
+            raise ValueError(f"a part has at least one element, not {cut}")
         owned: dict[str, list[tuple[str, Tensor]]] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                owned.setdefault(name.rpartition(".")[0], []).append((name, parameter))
+        for name, parameter in trained(model).items():
+            owned.setdefault(name.rpartition(".")[0], []).append((name, parameter))
+        if not owned:
+            raise ValueError("the model has no parameter that is trained")
+        sizes = [p.numel() for members in owned.values() for _, p in members]
+        if cut and sum(-(-n // cut) for n in sizes) > MOST_PARTS:  # before they are made
+            raise ValueError(f"parts of {cut} elements cut this model in too many: make them larger")
         layers = tuple(
             Layer(module, tuple(name for name, _ in members), tuple(_parts(members, cut)))
             for module, members in owned.items()
         )
-        if not layers:
-            raise ValueError("the model has no parameter that is trained")
-        if sum(len(layer.parts) for layer in layers) > MOST_PARTS:
-            raise ValueError(f"parts of {cut} elements cut this model in too many: make them larger")
+        largest = max((layer for layer in layers), key=lambda layer: max(map(_elements, layer.parts)))
+        if max(map(_elements, largest.parts)) > MOST_ELEMENTS:
+            raise ValueError(f"the layer {largest.name} is too large for a message: cut it in smaller parts")
         shapes = tuple((n, tuple(p.shape)) for members in owned.values() for n, p in members)
         return cls(layers, shapes, cut)
 
@@ -73,27 +90,31 @@ class Layout:
         """(layer, part) of everything that travels."""
         return ((i, j) for i, layer in enumerate(self.layers) for j in range(len(layer.parts)))
 
-    def number(self, layer: int, part: int) -> int:
-        """A part's number through all layers; ValueError if there is no such part."""
-        if not (0 <= layer < len(self.layers) and 0 <= part < len(self.layers[layer].parts)):
-            raise ValueError(f"there is no part {part} of a layer {layer}")
-        return sum(len(each.parts) for each in self.layers[:layer]) + part
+    @cached_property
+    def numbers(self) -> dict[tuple[int, int], int]:
+        """The numbers of all parts through all layers, by (layer, part)."""
+        return {place: number for number, place in enumerate(self.places())}
 
     def numels(self, layer: int, part: int) -> list[int]:
         return [len(piece) for piece in self.layers[layer].parts[part]]
 
-    def difference(self, shapes: list[tuple[str, tuple[int, ...]]]) -> str | None:
-        """The first parameter in which another model differs from this one, in words."""
-        ours, theirs = dict(self.shapes), dict(shapes)
-        for name, shape in ours.items():
-            if name not in theirs:
-                return f"the server's model has a parameter {name} that the worker's lacks"
-            if theirs[name] != shape:
-                return f"{name} has the shape {list(shape)} on the server and {list(theirs[name])} on the worker"
-        extra = next((name for name in theirs if name not in ours), None)
-        if extra is not None:
-            return f"the worker's model has a parameter {extra} that the server's lacks"
-        return None if list(ours) == list(theirs) else "server and worker order their parameters differently"
+
+def difference(ours: Shapes, theirs: Shapes, what: str) -> str | None:
+    """The first tensor in which a worker's model differs from the server's, in words."""
+    mine, others = dict(ours), dict(theirs)
+    for name, shape in mine.items():
+        if name not in others:
+            return f"the server's model has a {what} {name} that the worker's lacks"
+        if others[name] != shape:
+            return f"{name} has the shape {list(shape)} on the server and {list(others[name])} on the worker"
+    extra = next((name for name in others if name not in mine), None)
+    if extra is not None:
+        return f"the worker's model has a {what} {extra} that the server's lacks"
+    return None if list(mine) == list(others) else f"server and worker order their {what}s differently"
+
+
+def _elements(part: tuple[Piece, ...]) -> int:
+    return sum(map(len, part))
 
 
 def _parts(members: list[tuple[str, Tensor]], cut: int) -> Iterator[tuple[Piece, ...]]:

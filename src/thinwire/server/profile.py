@@ -4,13 +4,13 @@ Forward times are taken around the modules, backward times between gradients tha
 from the first byte of a push to the acknowledgement of its last.
 """
 
-import json
 import statistics
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from thinwire.server.times import LayerTimes, write_profile
 from thinwire.server.worker import Worker
 
 
@@ -36,22 +36,17 @@ class Profiler:
     def _end(self, layer: int) -> None:
         self._forward[layer].append(time.monotonic() - self._begun[layer])
 
-    def layers(self) -> list[dict[str, Any]]:
-        """Seconds per layer, in the order of the layers."""
+    def layers(self) -> list[LayerTimes]:
+        """In the order of the layers."""
         backward, transfer = self._backward(), self._transfer()
         return [
-            {
-                "name": name,
-                "forward": _median(self._forward[i]),
-                "backward": _median(backward[i]),
-                "transfer": _median(transfer[i]),
-            }
+            LayerTimes(name, _median(self._forward[i]), _median(backward[i]), _median(transfer[i]))
             for i, name in enumerate(self._worker.layers)
         ]
 
     def write(self, path: Path) -> None:
         """As JSON that `thinwire simulate schedule --from` reads."""
-        path.write_text(json.dumps({"layers": self.layers()}, indent=1) + "\n")
+        write_profile(path, self.layers())
 
     def close(self) -> None:
         """Take the hooks off."""

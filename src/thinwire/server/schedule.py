@@ -16,7 +16,7 @@ class Request:
     kind: Literal["push", "pull"]
     layer: int  # 0 is used first in the forward pass
     part: int  # slice of the layer
-    clock: int  # the step that made it: a pull of clock c brings the parameters for step c + 1
+    clock: int  # the step whose gradients are pushed, or that will use the parameters
     size: int  # estimated bytes
 
 
@@ -26,7 +26,7 @@ class Staleness:
 
     lowest: list[int]  # c_l: the lowest iteration over the workers, as last heard from the server
     holders: list[int]  # how many workers are at c_l
-    here: list[int]  # the clock of this worker's copy
+    here: list[int]  # the clock of this worker's copy: of its oldest slice
 
     @classmethod
     def at_start(cls, layers: int, workers: int) -> "Staleness":

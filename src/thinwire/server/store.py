@@ -4,6 +4,7 @@ It holds what cannot be had again: model, optimizer, clocks, and which pushes ha
 back for its workers need not be saved: they come back for the full parameters, which leaves nothing held back.
 """
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Store:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        cut: int,
         step: int,
         counted: dict[str, list[int]],
         extra: dict[str, float],
@@ -45,6 +47,7 @@ class Store:
         partial = self.path.with_suffix(".partial")
         state = {
             "version": _VERSION,
+            "cut": cut,
             "step": step,
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
@@ -65,18 +68,21 @@ class Store:
                 self.path,
                 reason,
             )
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # nor may there be a way to it
+                partial.unlink(missing_ok=True)
             return False
         return True
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, cut: int) -> dict[str, Any] | None:
         """Take over the checkpoint if there is one; returns its step, counted pushes and extra figures."""
-        if not self.path.exists():
-            return None
         try:
+            if not self.path.exists():
+                return None
             state = torch.load(self.path, weights_only=True)
             if state["version"] != _VERSION:
                 raise ValueError(f"it has version {state['version']}, this thinwire reads {_VERSION}")
+            if state["cut"] != cut:
+                raise ValueError("the model was cut in other parts: serve it with the same codec and optimizer")
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             return {"step": int(state["step"]), "counted": dict(state["counted"]), "extra": dict(state["extra"])}

@@ -26,6 +26,7 @@ class Node:
     values: list[Tensor]
     followers: int = 0
     delta: "tuple[Buffer, Node] | None" = None  # the frame to the newest edition that was asked for, and its node
+    gone: bool = False  # its values have become those of a later node
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Answer:
     whole: bool
     body: Buffer
     shards: Sequence[Buffer] = ()  # in place of the body, where it may arrive in part
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.body) + sum(map(len, self.shards))
 
 
 class Views:
@@ -52,6 +58,11 @@ class Views:
         self._editions = dict.fromkeys(layout.places(), start)
         self._at: dict[tuple[int, int], dict[int, Node]] = {place: {} for place in layout.places()}
         self._bodies: dict[tuple[int, int], tuple[int, Buffer]] = {}
+
+    @property
+    def deltas(self) -> bool:
+        """Whether changes are sent, or the parameters in full."""
+        return self._codec is not None
 
     def changed(self, layer: int, part: int) -> None:
         """The server's parameters of a part are not what they were."""
@@ -77,7 +88,7 @@ class Views:
         for at in self._at.values():
             node = at.pop(worker, None)
             if node is not None:
-                node.followers -= 1
+                _left(node)
 
     def held_back(self, worker: int, layer: int, part: int) -> list[Tensor]:
         """What the server still holds back for a worker: its own parameters minus the worker's."""
@@ -99,7 +110,7 @@ class Views:
         When nobody else is at the node its values are changed in place.
         """
         edition = self._editions[layer, part]
-        if node.delta is None or node.delta[1].edition != edition:
+        if node.delta is None or node.delta[1].edition != edition or node.delta[1].gone:
             assert self._codec is not None
             pieces = self._layout.layers[layer].parts[part]
             missing = {
@@ -109,6 +120,7 @@ class Views:
             frame = self._codec.encode(missing, step=edition)
             after = Node(edition, node.values if alone else [value.clone() for value in node.values])
             FrameReader(frame, self._layout.numels(layer, part)).add_to(after.values)
+            node.gone = alone
             node.delta = frame.data.numpy().data, after
         return node.delta
 
@@ -121,11 +133,18 @@ class Views:
 
     @staticmethod
     def _move(at: dict[int, Node], worker: int, node: Node) -> None:
+        node.followers += 1
         before = at.get(worker)
         if before is not None:
-            before.followers -= 1
-        node.followers += 1
+            _left(before)
         at[worker] = node
+
+
+def _left(node: Node) -> None:
+    """One follower less; without any a node's delta is not asked for again, and must not keep what comes after it."""
+    node.followers -= 1
+    if not node.followers:
+        node.delta = None
 
 
 def all_bytes(values: Sequence[Tensor]) -> Buffer:
@@ -140,7 +159,7 @@ def take_whole(body: Buffer, outs: Sequence[Tensor]) -> None:
         raise FrameError(f"{count} parameters take {4 * count} bytes, not {len(body)}")
     values = torch.frombuffer(bytearray(body), dtype=torch.float32)
     if not values.isfinite().all():
-        raise FrameError("the server sent parameters that are not finite")
+        raise FrameError("the server's parameters are not finite any more: has training diverged?")
     for out, part in zip(outs, values.split([out.numel() for out in outs]), strict=True):
         out.copy_(part)
 
@@ -149,5 +168,5 @@ def take_delta(body: Buffer, outs: Sequence[Tensor]) -> None:
     """Add a delta to a part's parameters."""
     reader = FrameReader(Frame.from_bytes(memoryview(body)), [out.numel() for out in outs])
     if reader.non_finite:
-        raise FrameError("the server reports a change of parameters that is not finite")
+        raise FrameError("the server's parameters are not finite any more: has training diverged?")
     reader.add_to(outs)

@@ -13,9 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.server.courier import Courier, ServerError, Session
+from thinwire.server.courier import Courier, ServerError
+from thinwire.server.layers import trained
 from thinwire.server.naming import named_codec
 from thinwire.server.pace import Pace, StepTimes
+from thinwire.server.session import Session
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
 
@@ -45,11 +47,17 @@ class Worker:
     ) -> None:
         self.model, self.overlap = model, overlap
         self._patience = patience
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = trained(model)
         self._names = {id(p): name for name, p in self._parameters.items()}
-        connection = connect(address, keys=keys) if isinstance(address, str) else address
         chosen = None if codec is None else named_codec(codec)
-        self._courier = Courier(connection, model, chosen, recipe=recipe, slot=slot, name=name)
+        connection = connect(address, keys=keys) if isinstance(address, str) else address
+        try:
+            self._courier = Courier(connection, model, chosen, recipe=recipe, slot=slot, name=name)
+        except BaseException:
+            connection.close()
+            raise
+        self.clock = 0  # the step that is computed now
+        self._session: Session | None = None
         self._handles: list[Any] = []
         self._pushed: set[int] = set()  # layers of this step
         self._fired: set[int] = set()  # layers whose modules were called in this step
@@ -60,7 +68,8 @@ class Worker:
         try:
             self._synchronise()
             self._times = StepTimes(began=time.monotonic(), ready=time.monotonic())
-            self._install()
+            if self._session is not None:
+                self._install()
         except BaseException:
             self.close()
             raise
@@ -69,12 +78,13 @@ class Worker:
 
     def step(self) -> None:
         """End a step: what has not been pushed yet is, and the clock goes on. Does nothing after training ended."""
-        if self.stopped is not None:
+        if self.stopped is not None or self._session is None:
             return
         self._times.computed = time.monotonic()
-        for layer in range(len(self._layout.layers)):
+        session, layers = self._session, range(len(self._session.layout.layers))
+        for layer in layers:
             if layer not in self._pushed:
-                self._push(layer)
+                self._push(session, layer)
         self._end_times()
         self.clock += 1
         self._pushed.clear()
@@ -85,7 +95,7 @@ class Worker:
         if self._courier.lost or self._courier.session is None:
             self._synchronise()
             return
-        early = [i for i in range(len(self._layout.layers)) if not self.overlap or i not in fired]
+        early = [i for i in layers if not self.overlap or i not in fired]
         if early:
             self._await(early)
 
@@ -104,8 +114,11 @@ class Worker:
 
     def wait(self) -> None:
         """Return when all parameters are there that the next step will use."""
-        if self.stopped is None:
-            self._await(list(range(len(self._layout.layers))))
+        if self.stopped is not None or self._session is None:
+            return
+        there = self._await(list(range(len(self._session.layout.layers))))
+        if not there and not self._pushed and self.stopped is None:
+            self._synchronise()
 
     @property
     def stopped(self) -> str | None:
@@ -115,7 +128,7 @@ class Worker:
     @property
     def slot(self) -> int:
         """This worker's number among all that are there."""
-        return int(self._session.slot)
+        return self._session.slot if self._session is not None else 0
 
     @property
     def pace(self) -> Pace:
@@ -130,12 +143,12 @@ class Worker:
     @property
     def tell(self) -> dict[str, Any]:
         """What the server tells all workers about the training."""
-        return self._session.tell
+        return self._session.tell if self._session is not None else {}
 
     @property
     def layers(self) -> list[str]:
         """The layers' names, in their order."""
-        return [layer.name for layer in self._layout.layers]
+        return [layer.name for layer in self._session.layout.layers] if self._session is not None else []
 
     def values(self, name: str) -> Tensor:
         """A parameter's exact values, as the server knows them."""
@@ -178,15 +191,15 @@ class Worker:
                 return
             self._take_terms(session)
             self._courier.fetch(session, self.clock)
-            if self._await(list(range(len(self._layout.layers)))) or self.stopped is not None:
+            if self._await(list(range(len(session.layout.layers)))) or self.stopped is not None:
                 return
 
     def _take_terms(self, session: Session) -> None:
-        self._session, self._layout, self.clock = session, session.layout, session.first
+        self._session, self.clock = session, session.first
         self._pushed.clear()
         self._fired.clear()
-        self._pending: list[set[str]] = [set() for _ in self._layout.layers]
-        self._layer_of = {name: i for i, layer in enumerate(self._layout.layers) for name in layer.parameters}
+        self._pending: list[set[str]] = [set() for _ in session.layout.layers]
+        self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
 
     def _await(self, layers: list[int]) -> bool:
         began = time.monotonic()
@@ -213,17 +226,23 @@ class Worker:
             return
         for parameter in self._parameters.values():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
-        for i, layer in enumerate(self._layout.layers):
-            module = self.model.get_submodule(layer.name)
-            self._handles.append(module.register_forward_pre_hook(lambda *_, i=i: self._on_forward(i)))
+        for module in self.model.modules():
+            # A tied parameter is a layer's, and others' as well: whichever comes first must wait for it.
+            own = {self._names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._names}
+            layers = sorted({self._layer_of[name] for name in own})
+            if layers:
+                self._handles.append(
+                    module.register_forward_pre_hook(lambda *_, layers=layers: self._on_forward(layers))
+                )
 
-    def _on_forward(self, layer: int) -> None:
-        if layer not in self._fired and self.stopped is None:
-            self._fired.add(layer)
-            self._await([layer])
+    def _on_forward(self, layers: list[int]) -> None:
+        new = [layer for layer in layers if layer not in self._fired]
+        if new and self.stopped is None:
+            self._fired.update(new)
+            self._await(new)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if self._accumulating or self.stopped is not None:
+        if self._accumulating or self.stopped is not None or self._session is None:
             return
         name = self._names[id(parameter)]
         layer = self._layer_of[name]
@@ -233,16 +252,16 @@ class Worker:
                 "worker.accumulate():`, or use overlap=False"
             )
         self._pending[layer].add(name)
-        if len(self._pending[layer]) == len(self._layout.layers[layer].parameters):
-            self._push(layer)
+        if len(self._pending[layer]) == len(self._session.layout.layers[layer].parameters):
+            self._push(self._session, layer)
 
-    def _push(self, layer: int) -> None:
+    def _push(self, session: Session, layer: int) -> None:
         self._pushed.add(layer)
         gradients: dict[str, Tensor] = {}
-        for name in self._layout.layers[layer].parameters:
+        for name in session.layout.layers[layer].parameters:
             parameter = self._parameters[name]
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
                 parameter.grad = None  # the courier reads it: nobody else may change it
         self.pace.note(self.pace.ready, layer, self.clock)
-        self._courier.push(self._session, layer, self.clock, gradients)
+        self._courier.push(session, layer, self.clock, gradients)

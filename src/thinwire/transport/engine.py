@@ -10,11 +10,10 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import Buffer
 from thinwire.transport.envelope import CONTROL, DATA, PROBE, Kind, read_control, read_data
 from thinwire.transport.mtu import LARGEST_DATAGRAM
 from thinwire.transport.path import Path
@@ -51,7 +50,6 @@ class Engine(threading.Thread):
         self._socket, self._wake, self._probes = sock, wake, probes
         self.lock = threading.RLock()
         self.paths: dict[int, Path] = {}
-        self.complete: deque[tuple[Path, list[Buffer]]] = deque()
         self.counts: Counter[str] = Counter()
         self._poked, self._poker = socket.socketpair()
         self._poked.setblocking(False)
@@ -171,13 +169,11 @@ class Engine(threading.Thread):
                 path.open_to_peer()
         if kind == DATA:
             message, index, count, head, piece, sent = read_data(plain)
-            if path.gathering.add(message, index, count, head, piece, stamp - sent, now):
-                self.complete.append((path, path.close(path.gathering.open[message], now)))
-                return True
-        elif kind == CONTROL:
+            return path.gathering.add(message, index, count, head, piece, stamp - sent, now) or opened
+        if kind == CONTROL:
             envelope = read_control(plain)
-            if envelope is not None and envelope.number and envelope.kind > Kind.AGAIN:
-                path.arrive(envelope, reliable=False)
+            if envelope is not None and envelope.kind > Kind.AGAIN:
+                path.take(envelope, now, reliable=False)
                 return True
         elif kind != PROBE:
             raise TransportError("a datagram of a kind that there is not")

@@ -36,8 +36,9 @@ class Kind(IntEnum):
     AGAIN = 4  # server: I do not know this session
     PLAIN = 5  # a message
     WHOLE = 6  # a message in pieces, all of them here
-    END = 7  # a message's datagrams have all left
+    BEGIN = 7  # a message in datagrams: its place in the order
     REPORT = 8  # nothing but reports
+    END = 9  # a message's datagrams have all left; outside of the order
 
 
 @dataclass(frozen=True)

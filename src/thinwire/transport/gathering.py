@@ -43,7 +43,14 @@ class Message:
     last: float = 0.0  # when the newest piece came
     queue: float = 0.0  # the shortest queueing delay of its datagrams, in seconds
     ended: float | None = None  # when the sender's last word came
+    begun: float | None = None  # when its turn had come
     total: int = 0
+
+    def deadline(self, wait: float) -> float:
+        """When to give up: after the last word, or after a long silence where that got lost."""
+        if self.ended is not None:
+            return self.ended + wait
+        return max(self.last, self.begun or 0.0) + 2 * _LONGEST
 
     @property
     def whole(self) -> bool:
@@ -83,15 +90,24 @@ class Gathering:
         found.queue = delay if len(found.pieces) == 1 else min(found.queue, delay)
         return found.whole
 
-    def end(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:
-        """The sender's last word on a message; the message, unless it is closed already."""
+    def begin(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:
+        """The sender's first word on a message, in its turn; None if it is closed already."""
         if message in self._closed:
             return None
         found = self.open.get(message)
         if found is None or found.count != count or found.head != head:
             found = self.open[message] = Message(message, count, head)
-        found.ended, found.total = now, total
+        found.total = total
+        found.begun = found.begun or now
         return found
+
+    def end(self, message: int, count: int, total: int, head: bytes, now: float) -> None:
+        """The sender's last word on a message."""
+        if message not in self._closed:
+            found = self.open.get(message)
+            if found is None or found.count != count or found.head != head:
+                found = self.open[message] = Message(message, count, head)
+            found.ended = found.ended or now
 
     def close(self, number: int) -> Message:
         """Give up on what is missing."""

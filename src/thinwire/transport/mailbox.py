@@ -13,10 +13,25 @@ from mpi4py import MPI
 from thinwire.transport.base import LARGEST
 from thinwire.transport.packing import MOST_BYTES
 
-TAG = 7077  # of all messages, so that they keep their order; a program's own messages must use others
+TAG = 0  # of all messages, so that they keep their order
 SHORTEST, LONGEST = 50e-6, 2e-3  # seconds of sleep between two looks
 AT_ONCE = 256
 TO_SEND = 1000  # messages on their way to one rank
+
+
+_opening: tuple[MPI.Intracomm, MPI.Request] | None = None
+
+
+def communicator() -> MPI.Intracomm | None:
+    """A communicator of thinwire's own, made once; None until all ranks have asked for it.
+
+    Nobody else's messages are on it, and unlike COMM_WORLD it may hold some at the end that nobody has read.
+    """
+    global _opening
+    if _opening is None:
+        _opening = MPI.COMM_WORLD.Idup()
+    made, request = _opening
+    return made if request.Test() else None
 
 
 @dataclass
@@ -38,8 +53,9 @@ class Mailbox:
     """What one process sends and receives."""
 
     def __init__(self) -> None:
-        self.rank: int = MPI.COMM_WORLD.Get_rank()
-        self.discarded = 0  # messages that were too large
+        self.discarded = 0  # messages that were too large, or whose sender died
+        self._communicator = communicator()
+        self._early: list[tuple[int, bytes]] = []  # before there was a communicator
         self._sending: defaultdict[int, deque[tuple[MPI.Request, int]]] = defaultdict(deque)
         self._arriving: list[_Arriving] = []
         self._woken = threading.Event()
@@ -47,20 +63,36 @@ class Mailbox:
 
     def send(self, rank: int, data: bytes) -> bool:
         """Begin to send; False if too much is on its way to that rank already."""
+        comm = self._open()
+        if comm is None:
+            self._early.append((rank, data))
+            return sum(len(each) for _, each in self._early) <= LARGEST
         queue = self._sending[rank]
         while queue and _ended(queue[0][0]) is not None:
             queue.popleft()
         if queue and (len(queue) >= TO_SEND or sum(size for _, size in queue) + len(data) > LARGEST):
             return False
         try:
-            queue.append((MPI.COMM_WORLD.Isend([data, MPI.BYTE], rank, TAG), len(data)))
+            queue.append((comm.Isend([data, MPI.BYTE], rank, TAG), len(data)))
         except MPI.Exception:
             return False
         return True
 
+    def _open(self) -> MPI.Intracomm | None:
+        """The communicator, once there is one; then what was sent before goes out."""
+        if self._communicator is None:
+            self._communicator = communicator()
+            if self._communicator is not None:
+                early, self._early = self._early, []
+                for rank, data in early:
+                    self.send(rank, data)
+        return self._communicator
+
     def receive(self) -> list[tuple[int, bytearray]]:
         """Messages that are here, whole: (rank, bytes), in the order in which each rank sent them."""
-        self._accept()
+        comm = self._open()
+        if comm is not None:
+            self._accept(comm)
         found, behind, rest = [], set(), []
         for each in self._arriving:
             ended = _ended(each.request) if each.source not in behind else None
@@ -74,11 +106,11 @@ class Mailbox:
         self._arriving = rest
         return found
 
-    def _accept(self) -> None:
+    def _accept(self, comm: MPI.Intracomm) -> None:
         """Make room for messages that were announced, as long as no more than one large one's worth is under way."""
         room = LARGEST - sum(len(each.data) for each in self._arriving)
         for _ in range(AT_ONCE):
-            message = MPI.COMM_WORLD.Improbe(MPI.ANY_SOURCE, TAG, self._status) if room >= 0 else None
+            message = comm.Improbe(MPI.ANY_SOURCE, TAG, self._status) if room >= 0 else None
             if message is None:
                 return
             size = self._status.Get_count(MPI.BYTE)
@@ -112,10 +144,15 @@ class Mailbox:
     def close(self, seconds: float) -> None:
         """Give what is on its way some time to arrive, and take what others still send: they want to end as well."""
         deadline = time.monotonic() + seconds
-        requests = [request for queue in self._sending.values() for request, _ in queue]
-        while requests and time.monotonic() < deadline:
+        while self._under_way() and time.monotonic() < deadline:
             self.receive()
-            requests = [request for request in requests if _ended(request) is None]
             time.sleep(SHORTEST)
-        for request in requests:
-            request.Free()  # its receiver is gone; MPI forgets it at the end
+        for queue in self._sending.values():
+            for request, _ in queue:
+                request.Free()  # its receiver is gone; MPI forgets it at the end
+
+    def _under_way(self) -> bool:
+        for queue in self._sending.values():
+            while queue and _ended(queue[0][0]) is not None:
+                queue.popleft()
+        return bool(self._early) or any(self._sending.values())

@@ -28,7 +28,7 @@ class Seen:
     lost: int
     queue: float
     trip: float
-    waited: bool  # whether the rate made any of its datagrams wait
+    tried: bool  # whether it left at about the rate, or something else was slower
 
 
 class Pacer:
@@ -73,7 +73,7 @@ class Pacer:
                 self.rate = max(_LEAST, self.rate * _FALL)
                 self._doubling, self._changed = False, now
                 self.falls += 1
-        elif seen.waited:  # a rate that nobody waited for was not tried
+        elif seen.tried:
             rounds = min((now - self._changed) / self.trip, 4.0)
             grown = 2 * self.rate if self._doubling else self.rate + rounds * self._size / self.trip
             if self._doubling and seen.queue > QUEUE:

@@ -41,7 +41,12 @@ class Sending:
     total: int
     next: int = 0
     waited: bool = False
-    left: float = 0.0  # when the last datagram went
+    began: float = 0.0  # when the first datagram went
+    left: float = 0.0  # when the last one did
+
+    def word(self) -> bytes:
+        """What is said before and after its datagrams."""
+        return pack_end(self.number, len(self.pieces), self.total, self.head)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,13 @@ class Path:
         reports, self._reports = b"".join(self._reports), []
         envelope = Envelope(kind, self.session, self._number, parts, reports)
         self.outbox.append(envelope)
-        copies = sum(self.pacer.loss > bar for bar in _COPIES) if self.address and envelope.size <= EXPRESS else 0
+        copies = self._copies if envelope.size <= EXPRESS else 0
         return [self.sealer.seal(envelope.as_control()) for _ in range(copies)]
+
+    @property
+    def _copies(self) -> int:
+        """How often a short message is sent as a datagram too."""
+        return sum(self.pacer.loss > bar for bar in _COPIES) if self.address else 0
 
     def put_reports(self) -> list[bytes]:
         """Reports that found no message to go with go alone."""
@@ -99,13 +109,13 @@ class Path:
         """Whether datagrams are worth trying."""
         return self.address is not None and now >= self._rests
 
-    def submit(self, head: bytes, pieces: Sequence[Buffer]) -> int:
-        """Queue a message in pieces for the pacer; returns its ticket."""
+    def submit(self, head: bytes, pieces: Sequence[Buffer]) -> tuple[int, list[bytes]]:
+        """Queue a message in pieces for the pacer, and announce it; returns its ticket, and datagrams to send now."""
         self._tickets += 1
         sending = Sending(self._tickets, head, pieces, sum(map(len, pieces)))
         self._unreported[sending.number] = sending
         self.queue.append(sending)
-        return sending.number
+        return sending.number, self.put(Kind.BEGIN, [sending.word()])
 
     def next_datagram(self, now: float) -> tuple[bytes | None, float]:
         """The next datagram that may leave now, or None and the seconds until one may."""
@@ -116,6 +126,7 @@ class Path:
         if delay > 0.0:
             sending.waited = True
             return None, delay
+        sending.began = sending.began or now
         piece = sending.pieces[sending.next]
         plain = pack_data(sending.number, sending.next, len(sending.pieces), sending.head, piece, time.time())
         sending.next += 1
@@ -129,7 +140,9 @@ class Path:
             return []
         sending = self.queue.popleft()
         sending.left = now
-        return self.put(Kind.END, [pack_end(sending.number, len(sending.pieces), sending.total, sending.head)])
+        envelope = Envelope(Kind.END, self.session, 0, [sending.word()])
+        self.outbox.append(envelope)
+        return [self.sealer.seal(envelope.as_control()) for _ in range(self._copies)]
 
     def learn(self, report: Report, now: float) -> Outcome | None:
         """Take in a report on what was sent; None if nothing waits for it."""
@@ -140,7 +153,9 @@ class Path:
         lost = len(report.lost)
         self.counts["lost"] += lost
         trip = now - sending.left - report.hold if sending.left else self.pacer.trip
-        self.pacer.learn(Seen(report.count, lost, report.queue, trip, sending.waited), now)
+        took = max(sending.left - sending.began, 1e-6)
+        pushed = sending.waited and sending.total / took > self.pacer.rate / 2
+        self.pacer.learn(Seen(report.count, lost, report.queue, trip, pushed), now)
         self._deaf = self._deaf + 1 if report.count and lost == report.count else 0
         if self._deaf >= _DEAF:
             self._deaf, self._rests = 0, now + _REST
@@ -148,13 +163,20 @@ class Path:
 
     # In
 
+    def take(self, envelope: Envelope, now: float, *, reliable: bool) -> None:
+        """An envelope of this session, by either way."""
+        if envelope.kind is Kind.END:
+            self.end(envelope, now)
+        elif envelope.number:
+            self.arrive(envelope, reliable=reliable)
+
     def arrive(self, envelope: Envelope, *, reliable: bool) -> None:
         """An envelope of the session's order, by either way."""
         number = envelope.number
         if number < self._next or number in self._early:
             return
         read_reports(envelope.reports)  # broken ones are found here, before they are in anybody's way
-        if envelope.kind is Kind.END:
+        if envelope.kind is Kind.BEGIN:
             read_end(envelope.parts[0] if envelope.parts else b"")
         self._early[number] = envelope
         if reliable:  # what has not come before it was lost with a connection, and never will
@@ -165,19 +187,20 @@ class Path:
             self._line.append(self._early.pop(self._next))
             self._next += 1
 
+    def end(self, envelope: Envelope, now: float) -> None:
+        """The sender's last word on a message, by either way."""
+        self.gathering.end(*read_end(envelope.parts[0] if envelope.parts else b""), now)
+
     def ready(self, now: float) -> tuple[list[list[Buffer]], list[Outcome]]:
         """Messages, and what became of ours, that are in turn now."""
         found: list[list[Buffer]] = []
         outcomes: list[Outcome] = []
         while self._line:
             envelope = self._line[0]
-            if envelope.kind is Kind.END:
-                number, count, total, head = read_end(envelope.parts[0])
-                message = self.gathering.open.get(number)
-                if message is None or message.ended is None:
-                    message = self.gathering.end(number, count, total, head, now)
+            if envelope.kind is Kind.BEGIN:
+                message = self.gathering.begin(*read_end(envelope.parts[0]), now)
                 if message is not None:
-                    if not message.whole and now < self._deadline(message):
+                    if not message.whole and now < message.deadline(self.gathering.lateness.wait):
                         break
                     found.append(self.close(message, now))
             elif envelope.kind is not Kind.REPORT:
@@ -200,14 +223,10 @@ class Path:
 
     def deadline(self) -> float | None:
         """When the message that holds up the others is given up on."""
-        if not self._line or self._line[0].kind is not Kind.END:
+        if not self._line or self._line[0].kind is not Kind.BEGIN:
             return None
         message = self.gathering.open.get(read_end(self._line[0].parts[0])[0])
-        return None if message is None or message.ended is None else self._deadline(message)
-
-    def _deadline(self, message: Message) -> float:
-        assert message.ended is not None
-        return message.ended + self.gathering.lateness.wait
+        return None if message is None else message.deadline(self.gathering.lateness.wait)
 
     def clear(self) -> None:
         """Forget what is under way to a peer that is gone."""

@@ -115,9 +115,9 @@ class UdpListener(Listener):
             self._join(peer, bytes(envelope.parts[0]) if envelope.parts else b"")
         elif path is None or path.session != envelope.session:
             self._tcp.send(peer, Envelope(Kind.AGAIN, envelope.session, 0, []).as_parts())
-        elif envelope.number and envelope.kind > Kind.AGAIN:
+        elif envelope.kind > Kind.AGAIN:
             with self._engine.lock:
-                path.arrive(envelope, reliable=True)
+                path.take(envelope, time.monotonic(), reliable=True)
         return []
 
     def _join(self, peer: Peer, token: bytes) -> None:
@@ -149,10 +149,6 @@ class UdpListener(Listener):
         reports = []
         with self._engine.lock:
             now = time.monotonic()
-            while self._engine.complete:
-                path, parts = self._engine.complete.popleft()
-                if path.session in self._peers:
-                    found.append((self._peers[path.session], parts))
             for peer, path in self._paths.items():
                 messages, outcomes = path.ready(now)
                 found += [(peer, parts) for parts in messages]
@@ -224,7 +220,8 @@ def _send_pieces(engine: Engine, path: Path, head: bytes, pieces: Sequence[Buffe
         if not pieces or len(pieces) > MOST_PIECES or not path.can_send(time.monotonic()):
             engine.transmit(path, path.put(Kind.WHOLE, [head, pack_all(pieces)]))
             return None
-        ticket = path.submit(head, pieces)
+        ticket, datagrams = path.submit(head, pieces)
+        engine.transmit(path, datagrams)
         engine.pump(path)
         if path.queue:
             engine.poke()
@@ -281,8 +278,8 @@ class UdpConnection(Connection):
             with self._engine.lock:
                 if envelope.kind is Kind.OPEN:
                     path.address = (self._host, 0)
-                elif envelope.number:
-                    path.arrive(envelope, reliable=True)
+                elif envelope.kind > Kind.AGAIN:
+                    path.take(envelope, time.monotonic(), reliable=True)
         return []
 
     def _begin(self, welcome: bytes) -> None:
@@ -311,12 +308,10 @@ class UdpConnection(Connection):
             return []
         self._engine.receive()
         with self._engine.lock:
-            found = [parts for _, parts in self._engine.complete]
-            self._engine.complete.clear()
             messages, outcomes = self._path.ready(time.monotonic())
         for outcome in outcomes:
             self.on_report(outcome.ticket, outcome.lost)
-        return [[memoryview(part) for part in parts] for parts in [*found, *messages]]
+        return [[memoryview(part) for part in parts] for parts in messages]
 
     def _flush(self) -> None:
         if self._engine is None or self._path is None:
