@@ -107,14 +107,26 @@ class SentEntries:
         self._sent = torch.empty_like(entries.values)
         self._gone: list[tuple[int, int]] = []
 
-    def put(self, writer: _native.Writer, place: Place, low: int, high: int, cut: Cut | Strata | None = None) -> int:
-        """Write the entries [low, high) as a section; returns how many found room."""
+    def put(
+        self,
+        writer: _native.Writer,
+        place: Place,
+        low: int,
+        high: int,
+        cut: Cut | Strata | None = None,
+        *,
+        base: int = 0,
+    ) -> int:
+        """Write the entries [low, high) as a section; returns how many found room. Positions count from `base`."""
+        positions = self._entries.positions[low:high]
+        if base:
+            positions = positions - base
         count = writer.add_entries(
             place.section,
-            self._entries.positions.data_ptr() + 8 * low,
+            positions.data_ptr(),
             self._entries.values.data_ptr() + 4 * low,
             high - low,
-            self._entries.n,
+            self._entries.n - base,
             self._sent.data_ptr() + 4 * low,
             isinstance(cut, Strata),
             cut.seed if isinstance(cut, Strata) else 0,

@@ -28,6 +28,9 @@ def serve_command(
     push: Annotated[str, typer.Option(help="Codec that workers are told to push with.")] = "topk1",
     reduce: Annotated[str, typer.Option(help="mean or sum of the workers' gradients.")] = "mean",
     policy: Annotated[str, typer.Option(help="fifo, filo, stalest or forward.")] = "forward",
+    transport: Annotated[str, typer.Option(help="tcp, or udp: gradients and changes in datagrams.")] = "tcp",
+    on_loss: Annotated[str, typer.Option(help="With udp, of lost gradients: restore or ignore.")] = "restore",
+    mtu: Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; default 1400.")] = None,
     target: Annotated[float | None, typer.Option(help="Metric on the test split that ends the run.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes of the data at the most.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps at the most.")] = None,
@@ -56,7 +59,9 @@ def serve_command(
     from thinwire.transport.addresses import listen
 
     made = get_recipe(recipe)
-    words = check_terms(push, compress, mode, reduce, policy)
+    if transport not in ("tcp", "udp"):
+        raise ValueError(f"--transport is tcp or udp, not {transport!r}")
+    words = check_terms(push, compress, mode, reduce, policy, transport, on_loss, mtu)
     plan = make_plan(
         made,
         workers=expect,
@@ -79,7 +84,7 @@ def serve_command(
     serving = Serving(made, data, terms, waiting.append)
     resumed = serving.server.clock.step
     with EventLog(path, describe_served(made, terms, place), resume_at=resumed or None) as log:
-        listener = listen(f"tcp://{bind}:{port}", keys=keys, insecure=insecure)
+        listener = listen(f"{transport}://{bind}:{port}", keys=keys, insecure=insecure, mtu=mtu)
         serving.emit = log.write
         print(
             json.dumps({"listening": listener.address}) if as_json else f"listening on {listener.address}", flush=True

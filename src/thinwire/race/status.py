@@ -25,6 +25,7 @@ def status(server: Server, values: dict[str, float]) -> dict[str, Any]:
             "bytes_sent": member.sent,
             "seconds_silent": now - member.heard,
             "loss": member.figures.get("loss"),
+            **server.listener_figures(member),
         }
         for member in sorted(server.members.active.values(), key=lambda member: member.slot)
     ]
@@ -46,13 +47,17 @@ def table(server: Server, values: dict[str, float], metric: str) -> Table:
     shown = "".join(f", {split} {metric} {value:.4f}" for split, value in values.items())
     waiting = f", {figures['waiting']} of {server.expect} here" if figures["waiting"] else ""
     found = Table(title=f"{server.mode}, step {figures['step']}{shown}{waiting}")
-    for name in ("worker", "name", "clock", "behind", "steps/s", "MB in", "MB out", "loss"):
+    lossy = any("loss_received" in w for w in figures["workers"])
+    lost = ("lost in", "lost out", "mbit/s") if lossy else ()
+    for name in ("worker", "name", "clock", "behind", "steps/s", "MB in", "MB out", "loss", *lost):
         found.add_column(name, justify="left" if name == "name" else "right")
     for w in figures["workers"]:
         loss = "" if not isinstance(w["loss"], float) else f"{w['loss']:.3f}"
         cells = [w["slot"], w["name"], w["clock"], w["behind"], f"{w['steps_per_second']:.2f}"]
         traffic = [f"{w['bytes_received'] / 1e6:.1f}", f"{w['bytes_sent'] / 1e6:.1f}"]
-        found.add_row(*map(str, [*cells, *traffic, loss]))
+        way = [f"{w.get(n, 0.0):.2%}" for n in ("loss_received", "loss_sent")] if lossy else []
+        pace = [f"{8e-6 * w.get('rate', 0.0):.0f}"] if lossy else []
+        found.add_row(*map(str, [*cells, *traffic, loss, *way, *pace]))
     return found
 
 
