@@ -270,6 +270,7 @@ class Courier:
         self._give_back(session.counted)
         if self._named is None:
             self._named = self.codec = session.codec()
+        log.info("joined the server as worker %d at step %d", session.slot, session.first)
         with self._changed:
             self._gradients.clear()
             self.session, self.lost = session, True
