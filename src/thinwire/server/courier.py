@@ -220,7 +220,7 @@ class Courier:
         hold = [piece.name for piece in pieces if piece.parameter not in gradients]
         began = time.perf_counter()
         frame = self.codec.encode(views, step=clock, hold=hold)
-        self.pace.encoded(time.perf_counter() - began, sum(frame.counts))
+        self.pace.encoded(clock, time.perf_counter() - began, sum(frame.counts))
         body = frame.data.numpy().data
         session.pool.sent(request, len(body))
         self._unacknowledged[layer, part, clock] = frame
