@@ -92,11 +92,14 @@ def serve_command(
         stop_metrics = serve_metrics(metrics, lambda: status(serving.server, serving.values)) if metrics else None
         signal.signal(signal.SIGTERM, lambda *_: serving.server.stop("interrupted"))
         try:
-            log.end(_watched(serving, listener, console, as_json))
+            end = log.end(_watched(serving, listener, console, as_json))
         finally:
             if stop_metrics is not None:
                 stop_metrics()
-    console.print(f"{made.name}: ended after {serving.server.clock.step} steps; the log is {path}.", highlight=False)
+    test = serving.values.get("test")
+    shown = "" if test is None else f", {made.metric} {test:.4f} on the test split"
+    steps = serving.server.clock.step
+    console.print(f"{made.name}: {end.reason} after {steps} steps{shown}; the log is {path}.", highlight=False)
 
 
 def _watched(serving: Any, listener: Any, console: Console, as_json: bool) -> str:
@@ -126,7 +129,7 @@ def _watched(serving: Any, listener: Any, console: Console, as_json: bool) -> st
                     time.sleep(0.4)
     except KeyboardInterrupt:
         serving.server.stop("interrupted")
-        thread.join(10.0)
+        thread.join()  # it writes a checkpoint; pressed again, Ctrl-C does not wait for it
         raise
     thread.join()
     if errors:

@@ -105,6 +105,7 @@ class Serving:
             on_figures=self._on_figures,
         )
         self._order = DataOrder(len(self._splits.train), batch=plan.batch, workers=terms.workers, seed=terms.seed)
+        self._seen = self.server.clock.step
         self._paused = -self.server.extra.get("wall", 0.0)
         self.values: dict[str, float] = {}  # the last of each split
 
@@ -122,7 +123,9 @@ class Serving:
     def _on_step(self, server: Server) -> None:
         step, plan = server.clock.step, self.terms.plan
         server.extra["wall"] = self.wall
-        if step % plan.evaluate_every == 0 or step == plan.max_steps:
+        before, self._seen = self._seen, step
+        # When a worker leaves, several steps may become complete at once.
+        if step // plan.evaluate_every > before // plan.evaluate_every or step >= plan.max_steps:
             began = time.monotonic()
             value = self._evaluate("test", plan.test_samples)
             self._paused += time.monotonic() - began

@@ -254,14 +254,14 @@ class Courier:
         began, budget = time.perf_counter(), self._connection.piece_bytes
         if budget is None:
             frame = self.codec.encode(views, step=clock, hold=hold)
-            self.pace.encoded(time.perf_counter() - began, sum(frame.counts))
+            self.pace.encoded(clock, time.perf_counter() - began, sum(frame.counts))
             body = frame.data.numpy().data
             session.pool.sent(request, len(body))
             self._unacknowledged[layer, part, clock] = frame
             self._send(replace(message, body=body))
         else:
             pushed, entries = Pushed.encode(self.codec, views, budget, step=clock, hold=hold)
-            self.pace.encoded(time.perf_counter() - began, entries)
+            self.pace.encoded(clock, time.perf_counter() - began, entries)
             session.pool.sent(request, pushed.size)
             self._unacknowledged[layer, part, clock] = pushed
             self._send_pushed(message, pushed)
@@ -310,6 +310,7 @@ class Courier:
         self._give_back(session.counted)
         if self._named is None:
             self._named = self.codec = session.codec()
+        log.info("joined the server as worker %d at step %d", session.slot, session.first)
         with self._changed:
             self._gradients.clear()
             self.session, self.lost = session, True

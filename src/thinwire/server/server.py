@@ -108,7 +108,7 @@ class Server:
         self.views = Views(self.layout, self._aggregator.values, self.codec, start)
         self._open_answers()
         self._on_step, self._on_figures = on_step, on_figures
-        self._started = False
+        self.started = False
         self._sessions = secrets.randbits(30)  # a restarted server must not give a session out again
         self._lost: list[Member] = []  # a message to them could not be sent
         self._refused: dict[Peer, None] = {}  # of late
@@ -205,7 +205,7 @@ class Server:
             log.warning("%s is out: %s", member.label, reason)
             self._leave(member)
         self.members.tidy(self.timeout)
-        if not self._started and self._resumed and now - self.started_at > self.timeout:
+        if not self.started and self._resumed and now - self.started_at > self.timeout:
             self._start()  # those who come back late join later
 
     def _holding_up(self) -> list[int]:
@@ -278,7 +278,7 @@ class Server:
             self._leave(before, stays=before.peer == peer)
         if len(self.members.active) + len(self.members.waiting) >= MOST_WORKERS:
             raise MessageError(f"the server has {MOST_WORKERS} workers already")
-        if self._started:
+        if self.started:
             self._admit(peer, applicant)
             return
         self.members.waiting[applicant.token] = Waiting(peer, applicant, time.monotonic())
@@ -290,7 +290,7 @@ class Server:
         """Training begins with those who wait; after a restart with those who are back."""
         if not self.members.waiting:
             return
-        self._started = True
+        self.started = True
         self.started_at = time.monotonic()
         waiting, self.members.waiting = self.members.waiting, {}
         last = len(waiting)
@@ -302,7 +302,8 @@ class Server:
         session, token, name = self._sessions, applicant.token, applicant.name
         first, slot = self.clock.join(session), self.members.slot(applicant.slot)
         pool = Pool(self.policy, Staleness.at_start(len(self.layout.layers), 1), self.window)
-        member = Member(peer, session, slot, token, name, first, pool, time.monotonic())
+        now = time.monotonic()
+        member = Member(peer, session, slot, token, name, first, pool, now, now)
         member.counted = self.members.counted.pop(token, None)
         self.members.active[session] = member
         self.members.joined += 1
