@@ -64,9 +64,9 @@ def figures(path: Path) -> dict[str, float]:
 class UdpListener(Listener):
     """The server's side."""
 
-    def __init__(self, tcp: TcpListener, host: str, *, mtu: int = MTU) -> None:
-        self._tcp, self._mtu = tcp, check_mtu(mtu)
-        self.piece_bytes = piece_bytes(mtu)
+    def __init__(self, tcp: TcpListener, host: str, *, mtu: int | None = None) -> None:
+        self._tcp, self._mtu = tcp, check_mtu(MTU if mtu is None else mtu)
+        self.piece_bytes = piece_bytes(self._mtu)
         sock = open_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             sock.bind((host, int(tcp.address.rpartition(":")[2])))
