@@ -168,6 +168,8 @@ class UdpListener(Listener):
             for path in self._paths.values():
                 if path.counts["sent"]:
                     log.info("datagrams to %s: %s", path.address, path.pacer)
+            if self.rejected:
+                log.info("datagrams that were not believed so far: %s", self.rejected)
 
     def _drain(self, peer: Peer, path: Path) -> bool:
         there = True
