@@ -12,9 +12,12 @@ from tests.transport.lossy_socket import opener
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
+from thinwire.errors import TransportError
+from thinwire.race.served import check_terms
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport import udp
+from thinwire.transport.addresses import listen
 
 
 def one_layer() -> nn.Module:
@@ -98,6 +101,22 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
             torch.testing.assert_close(applied + held[0] + held[1], one + two, rtol=0.0, atol=2e-2)
         meeting.wait(60)
         crew.join()
+
+
+def test_words_of_the_command_line() -> None:
+    assert check_terms("topk1", None, "bsp", "mean", "forward", "udp", "ignore", 1200)["on_loss"] == "ignore"
+    for transport, on_loss, mtu, match in (
+        ("tcp", "ignore", None, "go with --transport udp"),
+        ("tcp", "restore", 1200, "go with --transport udp"),
+        ("udp", "hope", None, "restore"),
+        ("udp", "restore", 100, "--mtu is from 256"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            check_terms("topk1", None, "bsp", "mean", "forward", transport, on_loss, mtu)
+    with pytest.raises(ValueError, match="--mtu goes with udp"):
+        listen("tcp://127.0.0.1:0", mtu=1200)
+    with pytest.raises(TransportError, match="make keys"):
+        listen("udp://0.0.0.0:0")
 
 
 def test_a_worker_must_use_the_servers_transport() -> None:

@@ -14,8 +14,8 @@ import time
 from thinwire.transport.addresses import connect, listen
 from thinwire.transport.pieces import unpack
 
-# A message's datagrams, and messages under way at once.
-_PIECES, _WINDOW = 64, 4
+# A message's datagrams, and messages under way at once: enough for long round trips.
+_PIECES, _WINDOW = 64, 16
 
 
 def take(address: str, port: int, seconds: float, senders: int, streams: int) -> None:
@@ -26,7 +26,8 @@ def take(address: str, port: int, seconds: float, senders: int, streams: int) ->
         threading.Thread(target=_sink, args=(port + 1 + number, counts, f"tcp {number}"), daemon=True).start()
     names: dict[bytes, str] = {}
     lost = sent = 0
-    begin, at_begin, ends = 0.0, {}, time.monotonic() + seconds + 60
+    at_begin: dict[str, int] = {}
+    begin, ends = 0.0, time.monotonic() + seconds + 60
     while time.monotonic() < ends:
         for peer, parts in listener.poll(0.05):
             name = names.setdefault(peer, f"udp {len(names)}")

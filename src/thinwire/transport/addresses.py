@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from thinwire.errors import ThinwireError, TransportError
 from thinwire.transport.base import Connection, Listener
 from thinwire.transport.keys import worker_keys
+from thinwire.transport.mtu import check_mtu
 
 if TYPE_CHECKING:
     from thinwire.transport.tcp import TcpConnection, TcpListener
@@ -81,7 +82,8 @@ def _connect_tcp(address: str, keys: Keys) -> "TcpConnection":
 def _listen_udp(address: str, keys: Keys, insecure: bool, mtu: int | None = None) -> Listener:
     with _from_extra("server"):
         from thinwire.transport import udp
-    mtu = udp.check_mtu(udp.MTU if mtu is None else mtu)
+    if mtu is not None:
+        check_mtu(mtu)
     host = resolve(split(address)[0])
     return udp.UdpListener(_listen_tcp(address, keys, insecure), host, mtu=mtu)
 

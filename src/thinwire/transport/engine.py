@@ -62,12 +62,16 @@ class Engine(threading.Thread):
         waiting.register(self._socket, select.POLLIN)
         waiting.register(self._poked, select.POLLIN)
         while not self._ending:
-            pause = self.pump_all()
-            waiting.poll(min(pause, 0.25) * 1000)
-            with contextlib.suppress(OSError):
-                self._poked.recv(4096)
-            if self.receive():
-                self._wake()
+            try:
+                pause = self.pump_all()
+                waiting.poll(min(pause, 0.25) * 1000)
+                with contextlib.suppress(OSError):
+                    self._poked.recv(4096)
+                if self.receive():
+                    self._wake()
+            except Exception:  # without this thread nothing moves any more
+                log.exception("the thread that sends and reads datagrams goes on after an error")
+                time.sleep(0.1)
 
     def close(self) -> None:
         """End the thread and close the socket."""

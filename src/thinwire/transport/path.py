@@ -27,6 +27,8 @@ from thinwire.transport.sealing import KEY_BYTES, Opener, Sealer
 
 # Messages one after the other of which nothing arrived, and for how long datagrams are not tried after them.
 _DEAF, _REST = 8, 10.0
+# Numbers that a datagram may be ahead of its turn; what is further ahead waits for its reliable copy.
+_AHEAD = 4096
 # Smoothed loss from which on short messages are sent as datagrams too, and as two, and as three.
 _COPIES = (0.002, 0.02, 0.1)
 
@@ -173,7 +175,7 @@ class Path:
     def arrive(self, envelope: Envelope, *, reliable: bool) -> None:
         """An envelope of the session's order, by either way."""
         number = envelope.number
-        if number < self._next or number in self._early:
+        if number < self._next or number in self._early or (not reliable and number > self._next + _AHEAD):
             return
         read_reports(envelope.reports)  # broken ones are found here, before they are in anybody's way
         if envelope.kind is Kind.BEGIN:

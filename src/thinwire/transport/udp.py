@@ -64,9 +64,9 @@ def figures(path: Path) -> dict[str, float]:
 class UdpListener(Listener):
     """The server's side."""
 
-    def __init__(self, tcp: TcpListener, host: str, *, mtu: int = MTU) -> None:
-        self._tcp, self._mtu = tcp, check_mtu(mtu)
-        self.piece_bytes = piece_bytes(mtu)
+    def __init__(self, tcp: TcpListener, host: str, *, mtu: int | None = None) -> None:
+        self._tcp, self._mtu = tcp, check_mtu(MTU if mtu is None else mtu)
+        self.piece_bytes = piece_bytes(self._mtu)
         sock = open_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             sock.bind((host, int(tcp.address.rpartition(":")[2])))
@@ -168,6 +168,8 @@ class UdpListener(Listener):
             for path in self._paths.values():
                 if path.counts["sent"]:
                     log.info("datagrams to %s: %s", path.address, path.pacer)
+            if self.rejected:
+                log.info("datagrams that were not believed so far: %s", self.rejected)
 
     def _drain(self, peer: Peer, path: Path) -> bool:
         there = True
