@@ -45,20 +45,20 @@ def encode_shards(
     batch = codec.open(tensors, step=step, hold=hold)
     if isinstance(batch, str):
         return batch
-    native = codec.native_for(batch.vectors)
     shards: list[bytes] = []
     shard: _Open | None = None
     total = 0
     for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
         section, place = batch.sections[i], codec.place(batch, i, 0)
-        entries = take_entries(vector, chosen, native=native)
+        entries = take_entries(vector.settled(), chosen)
         sent, low, high = SentEntries(entries), 0, len(entries.values)
         total += high
         while low < high:
             if shard is None:
                 shard = _Open(section, int(entries.positions[low]), budget)
             base = shard.begin if section == shard.tensor else 0
-            count = sent.put(shard.writer, replace(place, section=section - shard.tensor), low, high, base=base)
+            here = replace(place, section=section - shard.tensor)
+            count = sent.put(shard.writer, here, vector.n - base, low, high, base=base)
             low += count
             shard.sections += 1
             if low < high:
