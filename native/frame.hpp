@@ -17,14 +17,18 @@ constexpr size_t kAtVersion = 4, kAtFlags = 5, kAtReserved = 6, kAtSections = 8,
 
 enum class Indexing : uint8_t { gaps = 0, strata = 1 };
 
-// id, kind, numel and count at their longest, and the seed of strata.
-constexpr size_t kMostSectionHeader = 5 + 1 + 10 + 8 + 8;
-
 // Bytes that hold every count up to numel: counts are written last, so their width is fixed beforehand.
 inline unsigned count_width(uint64_t numel) {
   unsigned width = 1;
   while (width < 8 && numel >> (8 * width)) ++width;
   return width;
+}
+
+inline size_t varint_bytes(uint64_t x) { return x < 128 ? 1 : (size_t(std::bit_width(x)) + 6) / 7; }
+
+// id, kind, numel and count, and the seed of strata.
+inline size_t section_header_bytes(uint64_t id, uint64_t numel, Indexing indexing) {
+  return varint_bytes(id) + 1 + varint_bytes(numel) + count_width(numel) + (indexing == Indexing::strata ? 8 : 0);
 }
 
 struct FrameFault : std::runtime_error {

@@ -79,11 +79,6 @@ void bind_statistics(nb::module_& m) {
     nb::gil_scoped_release release;
     return collect_above(vector_of(d), threshold, at<float>(out), capacity);
   });
-  m.def("collect_entries", [](const Described& d, float threshold, uint64_t ties, Address positions, Address values) {
-    nb::gil_scoped_release release;
-    const uint64_t n = collect_entries(vector_of(d), threshold, &ties, at<uint64_t>(positions), at<float>(values));
-    return std::tuple(n, ties);
-  });
   m.def("all_zero", [](Address data, int dtype, size_t n) {
     nb::gil_scoped_release release;
     return all_zero(at<const void>(data), Dtype(dtype), n);
@@ -109,7 +104,9 @@ void bind_memory(nb::module_& m) {
 
 void bind_writer(nb::module_& m) {
   m.attr("HEADER_BYTES") = kHeaderBytes;
-  m.attr("SECTION_BYTES") = kMostSectionHeader;
+  m.def("section_bytes", [](uint64_t id, uint64_t n, bool strata) {
+    return section_header_bytes(id, n, strata ? Indexing::strata : Indexing::gaps);
+  });
   m.attr("BLOCK") = kBlock;
   m.attr("BINS") = kBins;
   m.def("block_bytes", [](int format, size_t n) { return block_bytes(Format(format), n); });

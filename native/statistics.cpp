@@ -232,25 +232,6 @@ uint64_t collect_above(const Vector& v, float threshold, float* out, uint64_t ca
   return count;
 }
 
-uint64_t collect_entries(const Vector& v, float threshold, uint64_t* ties, uint64_t* positions, float* values) {
-  uint32_t offsets[kChunk + kSlack];
-  float chunk[kChunk + kSlack];
-  const Scan scan = scan_in_use();
-  uint64_t count = 0;
-  for (size_t begin = 0; begin < v.n; begin += kChunk) {
-    const size_t kept = scan(v.source, begin, std::min(kChunk, v.n - begin), threshold, *ties > 0, offsets, chunk);
-    for (size_t i = 0; i < kept; ++i) {
-      if (magnitude(chunk[i]) == threshold) {
-        if (*ties == 0) continue;
-        --*ties;
-      }
-      positions[count] = begin + offsets[i];
-      values[count++] = chunk[i];
-    }
-  }
-  return count;
-}
-
 bool all_zero(const void* data, Dtype dtype, size_t n) {
   const auto* p = static_cast<const uint8_t*>(data);
   const size_t bytes = n * (dtype == Dtype::float32 ? 4 : 2);

@@ -39,9 +39,6 @@ OrderStatistic select(const std::vector<Vector>&, uint64_t rank);
 // Copies the magnitudes above a threshold, at most `capacity` of them; returns how many there are.
 uint64_t collect_above(const Vector&, float threshold, float* out, uint64_t capacity);
 
-// Copies the entries that pass a cut (see writer.hpp), memory updated on the way; returns how many, ties left in *ties.
-uint64_t collect_entries(const Vector&, float threshold, uint64_t* ties, uint64_t* positions, float* values);
-
 bool all_zero(const void* data, Dtype, size_t n);
 bool all_finite(const void* data, Dtype, size_t n);
 bool all_finite_avx2(const void* data, Dtype, size_t n);

@@ -41,7 +41,7 @@ Writer::Writer(uint8_t* buffer, size_t capacity) : buffer_(buffer), capacity_(ca
 
 bool Writer::open(uint32_t id, Format format, Indexing indexing, uint64_t n, uint64_t seed, size_t reserve) {
   limit_ = capacity_ > reserve ? capacity_ - reserve : 0;
-  if (used_ + kMostSectionHeader > limit_) return false;
+  if (used_ + section_header_bytes(id, n, indexing) > limit_) return false;
   used_ += put_varint(buffer_ + used_, id);
   buffer_[used_++] = uint8_t(unsigned(format) | unsigned(indexing) << 4);
   used_ += put_varint(buffer_ + used_, n);
@@ -63,10 +63,16 @@ void Writer::close(uint64_t count) { std::memcpy(buffer_ + count_at_, &count, co
 size_t Writer::block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent) {
   uint8_t scratch[kMostBlockBytes];
   size_t size = 0;
-  for (;; n /= 2) {
-    if (n == 0) return 0;
-    size = with_positions ? write_positions(positions, n, previous_, scratch) : 0;
-    if (used_ + size + block_bytes(format_, n) <= limit_) break;
+  const auto fits = [&](size_t m) {
+    size = with_positions ? write_positions(positions, m, previous_, scratch) : 0;
+    return used_ + size + block_bytes(format_, m) <= limit_;
+  };
+  if (!fits(n)) {
+    size_t most = 0;  // a power of two at a time, from the largest: the most entries that fit
+    for (size_t step = kBlock / 2; step; step /= 2)
+      if (most + step < n && fits(most + step)) most += step;
+    if (most == 0) return 0;
+    fits(n = most);
   }
   size += write_block(format_, values, n, rounding_, scratch + size, sent);
   std::memcpy(buffer_ + used_, scratch, size);
@@ -87,27 +93,17 @@ class Writer::Stream {
     room = opened_ = (n || !dealt_) && writer.open(id, format, Indexing::gaps, n, 0, reserve);
   }
 
-  // Takes n survivors of a chunk that begins at `begin` of the share.
-  void take(uint64_t begin, const uint32_t* offsets, const float* values, size_t n, const Target& target) {
-    for (size_t i = 0; i < n; ++i) {
-      positions_[pending_ + i] = begin + offsets[i];
-      values_[pending_ + i] = values[i];
-    }
-    pending_ += n;
-    size_t done = 0;
-    for (; room && pending_ - done >= kBlock; done += kBlock) room = flush(done, kBlock, target);
-    if (!room) {
-      pending_ = 0;
-    } else if (done) {
-      std::copy(positions_ + done, positions_ + pending_, positions_);
-      std::copy(values_ + done, values_ + pending_, values_);
-      pending_ -= done;
-    }
+  void take(uint64_t position, float value, const Target& target) {
+    positions_[pending_] = position;
+    values_[pending_] = value;
+    if (++pending_ < kBlock) return;
+    room = flush(target);
+    pending_ = 0;
   }
 
   // Returns the entries that found room.
   uint64_t finish(const Target& target) {
-    if (room && pending_) flush(0, pending_, target);
+    if (room && pending_) flush(target);
     if (opened_) writer_.close(sent_);
     return sent_;
   }
@@ -115,22 +111,22 @@ class Writer::Stream {
   bool room;  // whether another entry may fit
 
  private:
-  bool flush(size_t from, size_t n, const Target& target) {
+  bool flush(const Target& target) {
     float sent[kBlock];
-    const size_t fit = writer_.block(positions_ + from, values_ + from, n, true, sent);
+    const size_t fit = writer_.block(positions_, values_, pending_, true, sent);
     sent_ += fit;
     if (dealt_)
-      settle(from, fit, target, sent, place_);
+      settle(fit, target, sent, place_);
     else
-      settle(from, fit, target, sent, [](uint64_t position) { return position; });
-    return fit == n;  // a shorter block is the section's last
+      settle(fit, target, sent, [](uint64_t position) { return position; });
+    return fit == pending_;  // a shorter block is the section's last
   }
 
   template <class Place>
-  void settle(size_t from, size_t n, const Target& target, const float* sent, Place&& place) {
+  void settle(size_t n, const Target& target, const float* sent, Place&& place) {
     for (size_t i = 0; i < n; ++i) {
-      const uint64_t at = place(positions_[from + i]);
-      if (target.held) target.held[at] = values_[from + i] - sent[i];
+      const uint64_t at = place(positions_[i]);
+      if (target.held) target.held[at] = values_[i] - sent[i];
       if (target.mask) target.mask[at] = 0.0f;
     }
   }
@@ -140,8 +136,8 @@ class Writer::Stream {
   bool dealt_, opened_;
   size_t pending_ = 0;
   uint64_t sent_ = 0;
-  uint64_t positions_[kChunk + kBlock];
-  float values_[kChunk + kBlock];
+  uint64_t positions_[kBlock];
+  float values_[kBlock];
 };
 
 namespace {
@@ -171,7 +167,7 @@ Written Writer::add_selected(uint32_t id, const Source& source, size_t n, const 
   float values[kChunk + kSlack];
   for (size_t begin = 0; begin < n && (stream.room || source.memory); begin += kChunk) {
     const size_t kept = pass(source, begin, std::min(kChunk, n - begin), cut, stream.room, offsets, values, w);
-    stream.take(begin, offsets, values, kept, target);
+    for (size_t i = 0; i < kept && stream.room; ++i) stream.take(begin + offsets[i], values[i], target);
   }
   w.sent = stream.finish(target);
   w.ties = cut.ties;
@@ -187,11 +183,14 @@ Written Writer::add_dealt(const std::vector<Writer*>& owners, const std::vector<
     streams.emplace_back(new Stream(*owners[i], id, deal.share(n, i), format, rounding, reserves[i], deal, i));
   uint32_t offsets[kChunk + kSlack];
   float values[kChunk + kSlack];
-  for (uint64_t block = 0; block * kDeal < n; ++block) {
-    Stream& stream = *streams[deal.owner(block)];
-    const size_t begin = block * kDeal;
-    const size_t kept = pass(source, begin, std::min(kDeal, n - begin), cut, stream.room, offsets, values, w);
-    stream.take(block / deal.world * kDeal, offsets, values, kept, target);
+  Dealer dealer(deal);
+  for (size_t begin = 0; begin < n; begin += kChunk) {
+    const size_t kept = pass(source, begin, std::min(kChunk, n - begin), cut, true, offsets, values, w);
+    for (size_t i = 0; i < kept; ++i) {
+      uint64_t position;
+      Stream& stream = *streams[dealer(begin + offsets[i], position)];
+      if (stream.room) stream.take(position, values[i], target);
+    }
   }
   for (auto& stream : streams) w.sent += stream->finish(target);
   w.ties = cut.ties;

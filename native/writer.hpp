@@ -47,7 +47,7 @@ class Writer {
  private:
   bool open(uint32_t id, Format, Indexing, uint64_t n, uint64_t seed, size_t reserve);
   void close(uint64_t count);
-  // Writes one block of n entries, or of n / 2, n / 4, ... if no more fits; returns how many were written.
+  // Writes one block of n entries, or of as many as fit; returns how many were written.
   size_t block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent);
   bool strata_fit(uint64_t count) const;
   class Stream;

@@ -1,5 +1,7 @@
 """The default exchange: the fewest bytes for the number of workers, the density and the frame's size."""
 
+import torch
+
 import thinwire as tw
 from thinwire.exchange.base import AgreedSizes
 from thinwire.exchange.choose import choose_exchange
@@ -30,15 +32,31 @@ def test_frames_that_are_no_smaller_than_the_gradients_are_not_made() -> None:
 
 
 def test_shares_cover_every_element_once_and_are_even() -> None:
-    sizes = {"huge": 1_000_003, "large": 40_000, "small": 30_000, "tiny": 7}
+    sizes = [1_000_003, 40_000, 30_000, 7]
     for world in (1, 2, 3, 8, 64):
-        owners = share_out(sizes, world, smallest=1024)
-        for name, n in sizes.items():
-            ends = [0, *(end for _, _, end in owners[name])]
-            assert [begin for _, begin, _ in owners[name]] == ends[:-1]
-            assert ends[-1] == n
+        deals = share_out(sizes, world, smallest=1024)
+        for deal, n in zip(deals, sizes, strict=True):
+            places = [deal.places(n, owner) for owner in range(world)]
+            assert sorted(torch.cat(places).tolist()) == list(range(n))
+            shares = [deal.share(n, owner) for owner in range(world)]
+            assert shares == [len(p) for p in places]
             # A share below the size of tensors that travel whole would travel whole.
-            assert len(owners[name]) == 1 or min(e - b for _, b, e in owners[name]) >= 1024
+            if deal.world > 1:
+                assert min(shares) >= 1024
+                assert max(shares) - min(shares) <= 128
+        whole = [deal.first for deal in deals if deal.world == 1]
+        assert len(set(whole)) == min(world, len(whole))
+
+
+def test_a_matrix_with_few_large_columns_or_rows_is_shared_evenly() -> None:
+    for rows, columns in ((300, 4096), (4096, 300), (1024, 1024)):
+        for world in (4, 14, 16):
+            deal = share_out([rows * columns], world)[0]
+            for matrix in (torch.zeros(rows, columns), torch.zeros(columns, rows).T):
+                matrix[:, : columns // 16] = 1.0
+                flat = matrix.reshape(-1)
+                loads = [float(flat[deal.places(flat.numel(), owner)].sum()) for owner in range(world)]
+                assert max(loads) < 1.25 * min(loads)
 
 
 def test_agreed_sizes_follow_and_do_not_collapse() -> None:

@@ -47,10 +47,10 @@ def serve(say: Say, spec: dict[str, Any]) -> None:
     server = Server(model, torch.optim.SGD(model.parameters(), lr=1.0), on_step=on_step, **options)
     push = server.clock.push
 
-    def noted(session: int, part: int, clock: int) -> bool:
-        fresh = push(session, part, clock)
+    def noted(worker: int, part: int, clock: int) -> bool:
+        fresh = push(worker, part, clock)
         if fresh:
-            accepted.append((server.members.active[session].token, session, part, clock))
+            accepted.append((server.members.active[worker].token, worker, part, clock))
         return fresh
 
     server.clock.push = noted  # type: ignore[method-assign]

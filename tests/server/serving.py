@@ -69,9 +69,9 @@ class Crew:
 
 
 @contextmanager
-def serving(server: Server, max_steps: int | None = None) -> Iterator[str]:
+def serving(server: Server, max_steps: int | None = None, transport: str = "tcp") -> Iterator[str]:
     """Run a server in a thread; yields its address, and stops it in the end."""
-    listener = listen("tcp://127.0.0.1:0")
+    listener = listen(f"{transport}://127.0.0.1:0")
     crew = Crew()
     crew.start(lambda: server.run(listener, max_steps=max_steps))
     try:

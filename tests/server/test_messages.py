@@ -119,7 +119,7 @@ def test_the_door_names_what_differs() -> None:
     door = Door("r", net)
     greet(net, door)
     other = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    for model, changes, reason in [
+    cases: list[tuple[nn.Module, dict[str, Any], str]] = [
         (net, {"recipe": "digits"}, "the worker trains the recipe 'digits', the server 'r'"),
         (net, {"version": "0.0"}, "runs thinwire 0.0"),
         (net, {"token": "x"}, "token"),
@@ -130,7 +130,8 @@ def test_the_door_names_what_differs() -> None:
         (net, {"frozen": {}}, "0.bias is frozen on one side only"),
         (nn.Sequential(nn.Linear(4, 3)), {}, "1.weight that the worker's lacks"),
         (other, {}, "a parameter 0.bias that the server's lacks"),
-    ]:
+    ]
+    for model, changes, reason in cases:
         with pytest.raises(MessageError, match=reason):
             greet(model, door, **changes)
     other[0].bias.requires_grad_(False)

@@ -48,7 +48,8 @@ def sample(step: int) -> Tensor:
 
 
 def loss_of(net: nn.Module, step: int) -> Tensor:
-    return (net(sample(step)) ** 2).mean()
+    loss: Tensor = (net(sample(step)) ** 2).mean()
+    return loss
 
 
 class Tied(nn.Module):
@@ -95,8 +96,10 @@ def test_any_model_trains_as_it_would_alone(build: Net, overlap: bool) -> None:
 
 def test_frozen_parameters_stay_and_need_no_optimizer() -> None:
     net = small_net()
-    net[0].requires_grad_(False)
-    before = net[0].weight.clone()
+    first = net[0]
+    assert isinstance(first, nn.Linear)
+    first.requires_grad_(False)
+    before = first.weight.clone()
     begun = copy.deepcopy(net)
 
     def work(worker: Worker, model: nn.Module) -> None:
@@ -105,7 +108,7 @@ def test_frozen_parameters_stay_and_need_no_optimizer() -> None:
             worker.step()
 
     server = served(net, work)
-    assert torch.equal(net[0].weight, before)
+    assert torch.equal(first.weight, before)
     assert equal(server.model, alone(begun, 4, loss_of))
 
 
@@ -144,7 +147,7 @@ def test_workers_of_other_types_and_strides() -> None:
     for other in (
         copy.deepcopy(net).bfloat16(),
         copy.deepcopy(net).double(),
-        copy.deepcopy(net).to(memory_format=torch.channels_last),
+        copy.deepcopy(net).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
     ):
         kind = next(other.parameters()).dtype
 
@@ -164,9 +167,24 @@ def test_workers_of_other_types_and_strides() -> None:
             assert torch.equal(p.to(kind), q)
 
 
+class Normed(nn.Module):
+    """Has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x)))  # type: ignore[no-any-return]
+
+    def statistics(self) -> tuple[Tensor, int]:
+        assert self.norm.running_mean is not None
+        assert self.norm.num_batches_tracked is not None
+        return self.norm.running_mean, int(self.norm.num_batches_tracked)
+
+
 def test_the_servers_buffers_are_a_workers_and_a_newcomers_the_servers() -> None:
-    net = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    bn = net[1]
+    net = Normed()
 
     def work(worker: Worker, model: nn.Module) -> None:
         for step in range(25):
@@ -174,13 +192,14 @@ def test_the_servers_buffers_are_a_workers_and_a_newcomers_the_servers() -> None
             worker.step()
 
     server = served(net, work)
-    assert int(bn.num_batches_tracked) >= 10
-    assert not torch.equal(bn.running_mean, torch.zeros(6))
+    means, batches = net.statistics()
+    assert batches >= 10
+    assert not torch.equal(means, torch.zeros(6))
     with serving(again := Server(net, torch.optim.SGD(net.parameters(), lr=0.1))) as address:
-        fresh = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        fresh = Normed()
         with Worker(address, fresh, 0.1):
-            assert torch.equal(fresh[1].running_var, bn.running_var)
-            assert int(fresh[1].num_batches_tracked) == int(bn.num_batches_tracked)
+            assert torch.equal(fresh.statistics()[0], means)
+            assert fresh.statistics()[1] == batches
     assert again.clock.step == 0
     assert server.clock.step == 25
 

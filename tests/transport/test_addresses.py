@@ -11,7 +11,7 @@ from thinwire.transport.addresses import demand_keys, resolve, split
 
 
 @pytest.mark.parametrize(
-    "address", ["", "localhost:7077", "udp://host:1", "tcp://host", "tcp://:7077", "tcp://host:65536", "tcp://a b:1"]
+    "address", ["", "localhost:7077", "ipc://host:1", "tcp://host", "tcp://:7077", "tcp://host:65536", "tcp://a b:1"]
 )
 def test_what_is_not_an_address(address: str) -> None:
     with pytest.raises(ValueError, match="address"):

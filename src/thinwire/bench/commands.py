@@ -11,6 +11,7 @@ import typer
 from thinwire.bench.advice import advice_command
 from thinwire.bench.ddp import ddp_command
 from thinwire.bench.server import server_command
+from thinwire.bench.udp import udp_command
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
@@ -39,3 +40,4 @@ def codec(
 app.command("ddp")(ddp_command)
 app.command("advice")(advice_command)
 app.command("server")(server_command)
+app.command("udp")(udp_command)

@@ -43,6 +43,8 @@ class Trial:
     chance: float = 0.0  # that a step takes `factor` times as long
     factor: float = 4.0
     slow: dict[str, float] = field(default_factory=dict)  # factors of single ranks
+    transport: str = "tcp"
+    on_loss: str = "restore"
 
 
 def trials(part: str, workers: int, steps: int, seconds: float) -> list[Trial]:

@@ -43,13 +43,18 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
+def wide() -> nn.Module:
+    """For digits, and large enough that a step takes many datagrams: 1.1 million parameters."""
+    return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
 def slow_first() -> nn.Module:
     """Eight equal layers of 1 MB, the first slow to compute."""
     layers = [Slow(512, 0.25), *(Slow(512, 0.005) for _ in range(7))]
     return nn.Sequential(*layers, nn.Linear(512, 10))
 
 
-MODELS = {"convnet": convnet, "small": small, "slow_first": slow_first}
+MODELS = {"convnet": convnet, "small": small, "wide": wide, "slow_first": slow_first}
 
 
 def batches(model: str, size: int, rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -78,7 +83,7 @@ def serve(run: dict[str, Any], address: str) -> None:
 
     def on_step(server: Server) -> None:
         said: dict[str, Any] = {"run": run["name"], "step": server.clock.step, "applied": server.applied_at}
-        if run["model"] == "small" and server.clock.step % 10 == 0:
+        if run["model"] in ("small", "wide") and server.clock.step % 10 == 0:
             x, y = digits()
             with torch.no_grad():
                 said["accuracy"] = float((model(x[1300:]).argmax(1) == y[1300:]).float().mean())
@@ -95,6 +100,7 @@ def serve(run: dict[str, Any], address: str) -> None:
         policy=run["policy"],
         expect=run["workers"],
         phased=run["phased"],
+        on_loss=run["on_loss"],
         cut=0 if run["phased"] else None,
         timeout=60.0,
         on_step=on_step,
@@ -119,6 +125,7 @@ def work(run: dict[str, Any], address: str, rank: int) -> None:
             worker.step()
             times = worker.last
             said = {"run": run["name"], "rank": rank, "step": clock, "ready": times.ready, "computed": times.computed}
+            said |= {"wait": times.aggregate + times.synchronise, **worker.losses()}
             print("STEP " + json.dumps({**said, "staleness": max(times.staleness.values(), default=0)}), flush=True)
 
 
@@ -126,7 +133,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     for number, run in enumerate(json.loads(sys.argv[1])):
-        address = f"tcp://{os.environ['MASTER_ADDR']}:{port + number}"
+        address = f"{run['transport']}://{os.environ['MASTER_ADDR']}:{port + number}"
         if rank == 0:
             serve(run, address)
         elif rank <= run["workers"]:

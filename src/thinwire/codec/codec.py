@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire import _native
 from thinwire.codec.frame import Frame, FrameReader, section_bound
 from thinwire.codec.memory import Memory, Residual
-from thinwire.codec.selection import Selection, TopK
+from thinwire.codec.selection import RandomK, Selection, TopK
 from thinwire.codec.values import SEEDS, Bits, Values
 from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vector
 from thinwire.codec.writing import EVERYTHING, Chosen, Place, put_native, put_torch
@@ -171,8 +171,7 @@ class Codec:
         capacity = self.frame_bound([v.n for v in batch.vectors]) if budget is None else budget
         buffer, writer = open_writer(capacity)
         put = put_native if self.native_for(batch.vectors) else put_torch
-        whole = [v.n if c.whole else 0 for v, c in zip(batch.vectors, batch.chosen, strict=True)]
-        reserves = self.reserves(whole)
+        reserves = self.reserves([v.n for v in batch.vectors])
         counts = [0] * sections
         for i, (vector, choice) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
             counts[batch.sections[i]] = put(writer, self.place(batch, i, reserves[i]), vector, choice)
@@ -180,13 +179,19 @@ class Codec:
         length = writer.finish(0)
         return Frame(buffer[:length].clone(), counts=tuple(counts))
 
-    def reserves(self, whole: Sequence[int]) -> list[int]:
+    def reserves(self, sizes: Sequence[int]) -> list[int]:
         """Bytes to keep free at each section, so that later ones find room for headers and for whole tensors."""
         reserves, later = [], 0
-        for count in reversed(whole):
+        for n in reversed(sizes):
             reserves.append(later)
-            later += section_bound(count, count, self.small, whole=True)
+            later += self._section_bound(n, 0)
         return reserves[::-1]
+
+    def _section_bound(self, n: int, count: int) -> int:
+        """Bytes that a tensor takes with up to `count` entries, or all if it is small."""
+        if n < max(self.min_numel, 1):
+            return section_bound(n, n, self.small, whole=True)
+        return section_bound(n, count, self.values, strata=isinstance(self.selection, RandomK))
 
     @property
     def small(self) -> Values:
@@ -195,12 +200,8 @@ class Codec:
 
     def frame_bound(self, sizes: Sequence[int], counts: Sequence[int] | None = None) -> int:
         """Bytes that a frame of tensors of these sizes takes at the most, with up to `counts` entries each."""
-        total = _native.HEADER_BYTES
-        for i, n in enumerate(sizes):
-            whole = n < self.min_numel
-            count = n if whole or counts is None else counts[i]
-            total += section_bound(n, count, self.small if whole else self.values, whole=whole)
-        return total
+        many = sizes if counts is None else counts
+        return _native.HEADER_BYTES + sum(self._section_bound(n, count) for n, count in zip(sizes, many, strict=True))
 
     def expected_counts(self, sizes: Sequence[int], step: int = 0) -> list[int]:
         """Entries that tensors of these sizes are expected to send."""

@@ -24,6 +24,17 @@ def check_density(density: Density) -> None:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """Another density times a factor, up to everything."""
+
+    density: Density
+    factor: float
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, self.factor * density_at(self.density, step))
+
+
+@dataclass(frozen=True)
 class Warmup:
     """DGC's warm-up: each density for `steps_each` steps, then the last one for ever."""
 

@@ -104,16 +104,21 @@ def sum_frames(
     _native.sum_frames([reader._reader for reader in readers], sums, weight)
 
 
-def section_bound(n: int, count: int, values: Values, *, whole: bool = False) -> int:
+# Ids of sections take two bytes up to this one.
+_MOST_ID = (1 << 14) - 1
+
+
+def section_bound(n: int, count: int, values: Values, *, whole: bool = False, strata: bool = False) -> int:
     """Bytes that up to `count` entries of n elements take at the most; `whole`: all n, so no positions.
 
     A gap costs at most 4 + log2(n / count) bits on average: see positions.cpp for why the quotients are bounded.
     """
+    header = _native.section_bytes(_MOST_ID, n, strata)
     if count == 0:
-        return _native.SECTION_BYTES
+        return header
     blocks = -(-count // BLOCK)
     gaps = 0.0 if whole else count * (4.0 + math.log2(n / count)) / 8.0
     stored = count // BLOCK * _native.block_bytes(values.code, BLOCK)
     rest = count % BLOCK
     stored += _native.block_bytes(values.code, rest) if rest else 0
-    return _native.SECTION_BYTES + math.ceil(gaps) + 2 * blocks + stored
+    return header + math.ceil(gaps) + 2 * blocks + stored

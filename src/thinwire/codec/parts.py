@@ -1,7 +1,8 @@
-"""Parts: one batch of gradients as several frames, each with the entries of one range of every tensor.
+"""Parts: one batch of gradients as several frames, each with the entries that one rank owns.
 
-What the exchanges need that give every rank a share of the index space: splitting what is sent, and encoding sums
-that leave in place what the second selection rejects.
+Large tensors are dealt out in blocks, so that every rank's share is like the others; a share's positions count within
+the share. What the exchanges need that give every rank a share of the index space: splitting what is sent, and
+encoding sums that leave in place what the second selection rejects.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,68 +11,141 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codec.codec import Batch, Codec, empty_frame, open_writer
+from thinwire import _native
+from thinwire.codec.codec import Batch, Codec, empty_frame
 from thinwire.codec.frame import Frame
+from thinwire.codec.selection import Strata
 from thinwire.codec.vectors import Vector
-from thinwire.codec.writing import SentEntries, take_entries
+from thinwire.codec.writing import Chosen, Entries, Place, SentEntries, put_native, put_torch, take_entries
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The range [begin, end) of a tensor, named by its place in the batch, that one rank owns."""
+class Deal:
+    """Who owns a tensor: all ranks block by block, the `first` of them first; or with a world of one the `first`."""
 
-    tensor: int
-    begin: int
-    end: int
+    world: int
+    first: int
+
+    def share(self, n: int, owner: int) -> int:
+        """How many of n elements an owner has."""
+        if self.world == 1:
+            return n if owner == self.first else 0
+        return _native.share_of(n, self.world, self.first, owner)
+
+    def places(self, n: int, owner: int) -> Tensor:
+        """The positions in the whole tensor of an owner's share."""
+        if self.world == 1:
+            return torch.arange(n if owner == self.first else 0)
+        owners, _ = self._owners(torch.arange(n))
+        return (owners == owner).nonzero().flatten()
+
+    def _owners(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Who owns these positions, and what they are in the owner's share."""
+        blocks = positions // _native.DEAL
+        rounds = blocks // self.world
+        turns = ((rounds + self.first) * 2654435761 & 0xFFFFFFFF) * self.world >> 32  # as in deal.hpp
+        return (blocks + turns) % self.world, rounds * _native.DEAL + positions % _native.DEAL
+
+    def split(self, entries: Entries) -> tuple[Entries, list[int]]:
+        """Entries in the order of their owners, positions those of the shares, and where each owner's begin and end."""
+        owners, positions = self._owners(entries.places)
+        order = torch.argsort(owners, stable=True)
+        edges = torch.searchsorted(owners[order], torch.arange(self.world + 1)).tolist()
+        return Entries(positions[order], entries.values[order], entries.places[order]), edges
+
+
+@dataclass(frozen=True)
+class Part:
+    """Room for one owner's frame: a uint8 tensor that ends in zeros once the frame is in it."""
+
+    room: Tensor
+    shares: list[int]  # elements of every tensor that the owner has
+    reserves: list[int]  # bytes to keep free at each tensor, see Codec.reserves
 
 
 def encode_parts(
     codec: Codec,
     tensors: Mapping[str, Tensor],
-    owned: Sequence[Sequence[Piece]],
-    budgets: Sequence[int],
+    deals: Sequence[Deal],
+    parts: Sequence[Part],
     *,
     step: int,
     hold: Collection[str] = (),
-) -> list[Frame]:
-    """One frame per owner with the chosen entries of its pieces; positions count from the whole tensor's start."""
+) -> tuple[list[Frame], list[int]]:
+    """One frame per owner, in the room given, with its share of the chosen entries; and the entries per tensor."""
     batch = codec.open(tensors, step=step, hold=hold)
+    counts = [0] * len(tensors)
     if isinstance(batch, str):
-        return [empty_frame(batch) for _ in owned]
-    opened = [open_writer(budget) for budget in budgets]
-    reserves = _reserves(codec, batch, owned)
+        return [_filled(part.room, empty_frame(batch)) for part in parts], counts
+    writers = [_native.Writer(part.room.data_ptr(), part.room.numel()) for part in parts]
     native = codec.native_for(batch.vectors)
-    counts = [[0] * len(tensors) for _ in owned]
     for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
-        entries = take_entries(vector, chosen, native=native)
-        ranges = [(owner, p) for owner, pieces in enumerate(owned) for p in pieces if p.tensor == batch.sections[i]]
-        bounds = torch.tensor([edge for _, piece in ranges for edge in (piece.begin, piece.end)])
-        edges = torch.searchsorted(entries.positions, bounds).tolist()
-        sent = SentEntries(entries)
-        for (owner, piece), low, high in zip(ranges, edges[::2], edges[1::2], strict=True):
-            place = codec.place(batch, i, reserves[owner, piece.tensor])
-            counts[owner][piece.tensor] = sent.put(opened[owner][1], place, low, high)
-        sent.leave(vector)
+        at = batch.sections[i]
+        deal = deals[at]
+        if deal.world == 1:
+            put = put_native if native else put_torch
+            place = codec.place(batch, i, parts[deal.first].reserves[at])
+            counts[at] = put(writers[deal.first], place, vector, chosen)
+        else:
+            place = codec.place(batch, i, 0)
+            reserves = [part.reserves[at] for part in parts]
+            dealt = _put_native if native and not isinstance(chosen.cut, Strata) else _put_torch
+            counts[at] = dealt(writers, reserves, place, vector, chosen, deal)
     codec.learn(batch)
-    return [
-        Frame(buffer[: writer.finish(0)].clone(), counts=tuple(sent))
-        for (buffer, writer), sent in zip(opened, counts, strict=True)
-    ]
+    return [_finished(part.room, writer) for part, writer in zip(parts, writers, strict=True)], counts
 
 
-def _reserves(codec: Codec, batch: Batch, owned: Sequence[Sequence[Piece]]) -> dict[tuple[int, int], int]:
-    """Bytes that each owner's later pieces need, by owner and tensor."""
-    whole = {section: c.whole for section, c in zip(batch.sections, batch.chosen, strict=True)}
-    reserves = {}
-    for owner, pieces in enumerate(owned):
-        active = [p for p in pieces if p.tensor in whole]
-        needs = codec.reserves([p.end - p.begin if whole[p.tensor] else 0 for p in active])
-        reserves.update({(owner, p.tensor): need for p, need in zip(active, needs, strict=True)})
-    return reserves
+def _put_native(
+    writers: list[_native.Writer], reserves: list[int], place: Place, vector: Vector, chosen: Chosen, deal: Deal
+) -> int:
+    """One pass of the kernels that fills all owners' frames."""
+    assert not isinstance(chosen.cut, Strata)
+    sent, selected, ties, magnitudes = _native.Writer.add_dealt(
+        writers,
+        reserves,
+        deal.first,
+        place.section,
+        vector.described,
+        vector.held.data_ptr() if vector.held is not None else 0,
+        vector.mask.data_ptr() if vector.mask is not None else 0,
+        chosen.cut.threshold,
+        chosen.cut.ties,
+        place.values.code,
+        place.values.seed is not None,
+        place.seed,
+    )
+    chosen.note(selected, ties, magnitudes)
+    return sent
 
 
-def encode_leftover(codec: Codec, sums: Mapping[str, Tensor], *, step: int, budget: int) -> Frame:
-    """Select from sums, which are changed in place to what does not travel; no memory takes part."""
+def _put_torch(
+    writers: list[_native.Writer], reserves: list[int], place: Place, vector: Vector, chosen: Chosen, deal: Deal
+) -> int:
+    entries, edges = deal.split(take_entries(vector.settled(), chosen))
+    sent = SentEntries(entries)
+    count = 0
+    for owner, writer in enumerate(writers):
+        here = Place(place.section, place.values, place.seed, reserves[owner])
+        share = deal.share(vector.n, owner)
+        count += sent.put(writer, here, share, edges[owner], edges[owner + 1]) if share else 0
+    sent.leave(vector)
+    return count
+
+
+def _finished(room: Tensor, writer: _native.Writer) -> Frame:
+    length = writer.finish(0)
+    room[length:].zero_()
+    return Frame(room[:length])
+
+
+def _filled(room: Tensor, frame: Frame) -> Frame:
+    room[: len(frame)] = frame.data
+    room[len(frame) :].zero_()
+    return Frame(room[: len(frame)], frame.non_finite)
+
+
+def encode_leftover(codec: Codec, sums: Mapping[int, Tensor], names: Sequence[str], *, step: int, budget: int) -> Frame:
+    """Select from sums, by their section, which are changed in place to what does not travel; no memory takes part."""
     vectors = [Vector(t, None, 1.0, t, None) for t in sums.values()]
-    batch = codec.choose(list(sums), vectors, list(range(len(sums))), step)
-    return codec.write(batch, len(sums), budget)
+    batch: Batch = codec.choose([names[i] for i in sums], vectors, list(sums), step)
+    return codec.write(batch, len(names), budget)

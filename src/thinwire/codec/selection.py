@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from thinwire import _native
-from thinwire.codec.density import Density, check_density, density_at
+from thinwire.codec.density import Density, Scaled, check_density, density_at
 from thinwire.codec.values import SEEDS
 from thinwire.codec.vectors import Group
 
@@ -59,6 +59,10 @@ class Selection(ABC):
     def expected(self, n: int, step: int) -> int:
         """Entries that n elements are expected to yield; n where nothing is known."""
         return n
+
+    def scaled(self, factor: float) -> "Selection":
+        """The same rule for `factor` times the entries, where it has a density."""
+        return self
 
 
 def count_of(density: float, n: int) -> int:
@@ -108,6 +112,9 @@ class TopK(Selection):
     def expected(self, n: int, step: int) -> int:
         return count_of(density_at(self.density, step), n)
 
+    def scaled(self, factor: float) -> "TopK":
+        return TopK(Scaled(self.density, factor), self.exact)
+
 
 @dataclass(frozen=True)
 class Percentile(Selection):
@@ -148,6 +155,9 @@ class Percentile(Selection):
 
     def expected(self, n: int, step: int) -> int:
         return count_of(1.0 - self._percent(step) / 100.0, n)
+
+    def scaled(self, factor: float) -> "Percentile":
+        return Percentile(Scaled(lambda step: 1.0 - self._percent(step) / 100.0, factor), self.exact)
 
 
 @dataclass(frozen=True)

@@ -62,41 +62,33 @@ def put_native(writer: _native.Writer, place: Place, vector: Vector, chosen: Cho
 
 def put_torch(writer: _native.Writer, place: Place, vector: Vector, chosen: Chosen) -> int:
     """The same by torch operations: only the chosen entries leave the device."""
-    entries = take_entries(vector.settled(), chosen, native=False)
+    entries = take_entries(vector.settled(), chosen)
     sent = SentEntries(entries)
-    count = sent.put(writer, place, 0, len(entries.values), chosen.cut)
+    count = sent.put(writer, place, vector.n, 0, len(entries.values), chosen.cut)
     sent.leave(vector)
     return count
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Chosen entries of one vector of n elements: ascending positions and their values, on the CPU."""
+    """Chosen entries of one vector, on the CPU: their positions in the frame, values, and places in the memory."""
 
     positions: Tensor
     values: Tensor
-    n: int
+    places: Tensor
 
 
-def take_entries(vector: Vector, chosen: Chosen, *, native: bool) -> Entries:
-    """The entries that pass the cut; the memory takes in the gradient and still holds them."""
+def take_entries(vector: Vector, chosen: Chosen) -> Entries:
+    """The entries of a settled vector that pass the cut; the memory still holds them."""
     cut = chosen.cut
-    if native and isinstance(cut, Cut):
-        positions = torch.empty(vector.n, dtype=torch.int64)
-        values = torch.empty(vector.n)
-        count, ties = _native.collect_entries(
-            vector.described, cut.threshold, cut.ties, positions.data_ptr(), values.data_ptr()
-        )
-        positions, values = positions[:count].clone(), values[:count].clone()
+    x = vector.gradient.reshape(-1).float()
+    if isinstance(cut, Strata):
+        there, ties = strata_positions(cut, x.numel()).to(x.device), 0
     else:
-        x = vector.settled().gradient.reshape(-1).float()
-        if isinstance(cut, Strata):
-            there, ties = strata_positions(cut, x.numel()).to(x.device), 0
-        else:
-            there, ties = positions_above(x, cut)
-        positions, values = there.cpu(), x[there].cpu()
+        there, ties = positions_above(x, cut)
+    places, values = there.cpu(), x[there].cpu()
     chosen.note(len(values), ties, float(values.abs().double().sum()))
-    return Entries(positions, values, vector.n)
+    return Entries(places, values, places)
 
 
 class SentEntries:
@@ -107,14 +99,30 @@ class SentEntries:
         self._sent = torch.empty_like(entries.values)
         self._gone: list[tuple[int, int]] = []
 
-    def put(self, writer: _native.Writer, place: Place, low: int, high: int, cut: Cut | Strata | None = None) -> int:
-        """Write the entries [low, high) as a section; returns how many found room."""
+    def put(
+        self,
+        writer: _native.Writer,
+        place: Place,
+        n: int,
+        low: int,
+        high: int,
+        cut: Cut | Strata | None = None,
+        *,
+        base: int = 0,
+    ) -> int:
+        """Write the entries [low, high) as a section of n elements; returns how many found room.
+
+        Positions count from `base`.
+        """
+        positions = self._entries.positions[low:high]
+        if base:
+            positions = positions - base
         count = writer.add_entries(
             place.section,
-            self._entries.positions.data_ptr() + 8 * low,
+            positions.data_ptr(),
             self._entries.values.data_ptr() + 4 * low,
             high - low,
-            self._entries.n,
+            n,
             self._sent.data_ptr() + 4 * low,
             isinstance(cut, Strata),
             cut.seed if isinstance(cut, Strata) else 0,
@@ -129,14 +137,14 @@ class SentEntries:
     def leave(self, vector: Vector) -> None:
         """Take what was sent out of the memory; the rounding error stays in it."""
         gone = [range(low, high) for low, high in self._gone]
-        positions, values, sent = self._entries.positions, self._entries.values, self._sent
+        places, values, sent = self._entries.places, self._entries.values, self._sent
         if sum(map(len, gone)) < len(values):
             kept = torch.cat([torch.arange(r.start, r.stop) for r in gone])
-            positions, values, sent = positions[kept], values[kept], sent[kept]
+            places, values, sent = places[kept], values[kept], sent[kept]
         if vector.held is not None:
-            vector.held[positions.to(vector.held.device)] = (values - sent).to(vector.held.device)
+            vector.held[places.to(vector.held.device)] = (values - sent).to(vector.held.device)
         if vector.mask is not None:
-            vector.mask[positions.to(vector.mask.device)] = 0.0
+            vector.mask[places.to(vector.mask.device)] = 0.0
 
 
 def positions_above(x: Tensor, cut: Cut) -> tuple[Tensor, int]:

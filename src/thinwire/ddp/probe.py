@@ -5,6 +5,7 @@ Messages grow until one takes long enough to be timed; all ranks take the same f
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,9 +14,9 @@ from thinwire.tune.network import Line, Network
 
 _TINY = 64
 _FIRST = 16 * 1024
-_GROWTH = 8
+_GROWTH = 4
 _LARGEST = 8 << 20
-# A message that takes so long tells the bandwidth well enough.
+# A message that takes so much longer than three empty ones tells the bandwidth well enough.
 _ENOUGH = 0.03
 
 
@@ -34,11 +35,12 @@ def probe_network(channel: Channel) -> Network:
 
 def _line(channel: Channel, collective: Callable[[int], object]) -> Line:
     _timed(channel, collective, _TINY)  # the first makes connections
-    small = min(_timed(channel, collective, _TINY) for _ in range(3))
+    empty = sorted(_timed(channel, collective, _TINY) for _ in range(5))
     size = _FIRST
-    while (took := _best(channel, collective, size)) - small < _ENOUGH and size < _LARGEST:
+    while (took := _best(channel, collective, size)) < 3.0 * empty[0] + _ENOUGH and size < _LARGEST:
         size *= _GROWTH
-    return Line.through((_TINY, small), (size, took))
+    # The best ones tell the slope; a step meets the usual delay, not the shortest.
+    return replace(Line.through((_TINY, empty[0]), (size, took)), fixed=empty[2])
 
 
 def _best(channel: Channel, collective: Callable[[int], object], size: int) -> float:

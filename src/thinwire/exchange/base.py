@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire._native import SECTION_BYTES
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import BLOCK, Frame
 from thinwire.exchange.channel import Channel
@@ -75,7 +74,7 @@ class Exchange(ABC):
 
 
 # A message that lacks entries is filled up to about this many bytes.
-_NEARLY = 64
+_NEARLY = 32
 
 
 class AgreedSizes:
@@ -130,7 +129,7 @@ def slack(codec: Codec, numels: list[int]) -> int:
     A message must have them to spare, or its first tensors would never find room.
     """
     blocks = sum(-(-n // BLOCK) for n in numels if n < codec.min_numel)
-    return 64 + SECTION_BYTES * len(numels) + 2 * blocks
+    return 32 + 2 * len(numels) + 2 * blocks
 
 
 def padded(frame: Frame, size: int) -> Tensor:

@@ -51,18 +51,24 @@ class Channel:
         self._count(size * (self.world - 1), size * (self.world - 1), began)
         return list(out.cpu().view(self.world, size).unbind()) if size else [message] * self.world
 
-    def all_to_all(self, messages: Sequence[Tensor], size: int) -> list[Tensor]:
-        """messages[r] goes to rank r; rank r's comes back in place r, `size` bytes long; the own stays as it is."""
-        began = _now()
-        sent = [0 if r == self.rank else m.numel() for r, m in enumerate(messages)]
-        expected = [0 if r == self.rank else size for r in range(self.world)]
-        out = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
-        together = torch.cat([m for r, m in enumerate(messages) if r != self.rank] or [out]).to(self.device)
-        dist.all_to_all_single(out, together, expected, sent, group=self.group)
-        self._count(sum(sent), sum(expected), began)
-        received = list(torch.split(out.cpu(), expected))
-        received[self.rank] = messages[self.rank]
+    def all_to_all(self, messages: Tensor, sizes: Sequence[int], size: int) -> list[Tensor]:
+        """Each rank gets its stretch of `messages` and sends `size` bytes here; nothing travels to the own rank."""
+        return self._exchange(messages, sizes, [0 if r == self.rank else size for r in range(self.world)])
+
+    def all_gather_uneven(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Everybody's message, in rank order; `sizes` are all ranks', the own included."""
+        others = [0 if r == self.rank else message.numel() for r in range(self.world)]
+        expected = [0 if r == self.rank else size for r, size in enumerate(sizes)]
+        received = self._exchange(message.repeat(self.world - 1), others, expected)
+        received[self.rank] = message
         return received
+
+    def _exchange(self, messages: Tensor, sent: Sequence[int], expected: Sequence[int]) -> list[Tensor]:
+        began = _now()
+        out = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(out, messages.to(self.device), list(expected), list(sent), group=self.group)
+        self._count(sum(sent), sum(expected), began)
+        return list(torch.split(out.cpu(), list(expected)))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum in place."""

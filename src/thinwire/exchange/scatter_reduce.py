@@ -6,17 +6,18 @@ rejects goes to the owner's own memory: there it counts for the mean as much as 
 
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire import _native
 from thinwire.codec.codec import Codec, empty_frame
-from thinwire.codec.frame import Frame, FrameReader
+from thinwire.codec.frame import Frame, FrameReader, sum_frames
 from thinwire.codec.memory import Drop
-from thinwire.codec.parts import Piece, encode_leftover, encode_parts
+from thinwire.codec.parts import Deal, Part, encode_leftover, encode_parts
 from thinwire.codec.selection import RandomK, Threshold
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
 from thinwire.exchange.channel import Channel
@@ -27,48 +28,34 @@ _CUT_FROM = 1 << 15
 _PREFIX = struct.Struct("<QQ")
 
 
-def share_out(
-    sizes: Mapping[str, int], world: int, smallest: int = 1, cost: Callable[[int], float] = float
-) -> dict[str, list[tuple[int, int, int]]]:
-    """Who owns what: (owner, begin, end) ranges of every parameter, the same on every rank and for all buckets.
+def share_out(numels: Sequence[int], world: int, smallest: int = 1) -> list[Deal]:
+    """Who owns what of a bucket's tensors, the same on every rank.
 
-    Large tensors are cut so that every rank's shares cost the same; no share is cut below `smallest` elements on
-    average, because tensors that small travel whole.
+    Large tensors are dealt to all ranks; no share is below `smallest` elements, because tensors that small travel
+    whole. The others have one owner each, who has the least of them so far.
     """
-    load = [0.0] * world
-    owners: dict[str, list[tuple[int, int, int]]] = {}
-    cut = {name: n for name, n in sizes.items() if n >= max(_CUT_FROM, 2 * smallest * world)}
-    for name, n in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        if name not in cut:
+    load = [0] * world
+    deals = [Deal(world, 0)] * len(numels)
+    for n, i in sorted(((n, i) for i, n in enumerate(numels)), key=lambda item: (-item[0], item[1])):
+        if world == 1 or n < max(_CUT_FROM, 2 * smallest * world):
             lightest = load.index(min(load))
-            load[lightest] += cost(n)
-            owners[name] = [(lightest, 0, n)]
-    even = (sum(load) + sum(map(cost, cut.values()))) / world
-    room = [max(even - taken, 0.0) for taken in load]
-    for name, n in cut.items():
-        # At least half an even share each: what is left over is split by the room that ranks have.
-        parts = [0.5 / world + 0.5 * free / max(sum(room), 1e-9) for free in room]
-        bounds = [int(n * sum(parts[:r]) / sum(parts)) for r in range(world)] + [n]
-        owners[name] = [(r, bounds[r], bounds[r + 1]) for r in range(world)]
-    return owners
+            load[lightest] += n
+            deals[i] = Deal(1, lightest)
+    return deals
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
-    """A bucket's pieces by owner, and the views of the outs that they are."""
+    """What a bucket's tensors, their owners and this rank make certain for all steps."""
 
-    owned: list[list[Piece]]
-    sizes: list[list[int]]  # of the pieces, by owner
-    room: int  # bytes for the part that stays on this rank
-    slacks: list[int]  # by owner, see `slack`
-
-    def views(self, outs: Sequence[Tensor], owner: int) -> list[Tensor]:
-        return [outs[p.tensor][p.begin : p.end] for p in self.owned[owner]]
-
-
-def _cost(codec: Codec, n: int) -> float:
-    """About the bytes that a tensor of n elements takes."""
-    return float(codec.frame_bound([n], codec.expected_counts([n])))
+    names: list[str]
+    deals: list[Deal]
+    shares: list[list[int]]  # by owner: elements of every tensor
+    reserves: list[list[int]]  # by owner: see Codec.reserves
+    slacks: list[int]  # by owner: see `slack`
+    own: Tensor  # room for the part that stays here: it goes over no wire, so that it may hold everything
+    sums: list[Tensor]  # this rank's share of every tensor
+    places: dict[int, Tensor] = field(default_factory=dict)  # of the sums' elements in the whole tensors, if asked for
 
 
 class ScatterReduce(Exchange):
@@ -81,9 +68,12 @@ class ScatterReduce(Exchange):
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
-        self._owners = share_out(sizes, channel.world, codec.min_numel, lambda n: _cost(codec, n))
+        # A rank sends (world - 1) / world of its entries to others: the results fill that up to twice the entries,
+        # so that few ranks keep more of the sum, and the volume is the same for any number of them.
+        world = channel.world
+        selection = codec.selection.scaled(2.0 * world / (world - 1) - 1.0) if world > 1 else codec.selection
         # Random positions are the same on all ranks: selecting again would thin out what has no fill-in.
-        selection = Threshold(0.0) if isinstance(codec.selection, RandomK) else codec.selection
+        selection = Threshold(0.0) if isinstance(codec.selection, RandomK) else selection
         self._second = Codec(
             selection, codec.values, Drop(), scope=codec.scope, min_numel=codec.min_numel, kernels=codec.kernels
         )
@@ -97,100 +87,117 @@ class ScatterReduce(Exchange):
             self._plans[key] = self._plan(bucket)
         plan = self._plans[key]
         budgets = self._parts.get(key, bucket.step, lambda: self._first_parts(bucket, plan))
-        (size,) = self._results.get(key, bucket.step, lambda: [self._first_result(bucket, plan)])
+        sizes = self._results.get(key, bucket.step, lambda: self._first_results(bucket, plan))
         # 1. Split what travels by owner; the rest stays in the memory.
         began = time.perf_counter()
-        room = [plan.room if r == channel.rank else n for r, n in enumerate(budgets)]
-        parts = encode_parts(self._codec, bucket.gradients, plan.owned, room, step=bucket.step, hold=bucket.hold)
+        wire = [0 if r == channel.rank else n for r, n in enumerate(budgets)]
+        messages = torch.empty(sum(wire), dtype=torch.uint8)
+        rooms = list(torch.split(messages, wire))
+        rooms[channel.rank] = plan.own
+        parts = [Part(*part) for part in zip(rooms, plan.shares, plan.reserves, strict=True)]
+        frames, sent = encode_parts(
+            self._codec, bucket.gradients, plan.deals, parts, step=bucket.step, hold=bucket.hold
+        )
         compress = time.perf_counter() - began
         # 2. To the owners.
-        sent = [part.data if r == channel.rank else padded(part, budgets[r]) for r, part in enumerate(parts)]
-        received = channel.all_to_all(sent, budgets[channel.rank])
+        received = channel.all_to_all(messages, wire, budgets[channel.rank])
+        received[channel.rank] = frames[channel.rank].data
         # 3. Add up the own share in rank order, select again; what is rejected stays here.
         began = time.perf_counter()
-        result, news = self._reduce(bucket, plan, received)
+        result, news = self._reduce(bucket, plan, received, sizes[channel.rank])
         compress += time.perf_counter() - began
         # 4. Results, to everybody.
         prefix = torch.frombuffer(bytearray(_PREFIX.pack(*news)), dtype=torch.uint8)
-        messages = channel.all_gather(torch.cat([prefix, padded(result, size)]))
+        answer = torch.cat([prefix, padded(result, sizes[channel.rank])])
+        answers = channel.all_gather_uneven(answer, [_PREFIX.size + size for size in sizes])
         # 5. Read them: the same bits everywhere.
         began = time.perf_counter()
-        bad = self._read(bucket, plan, messages)
+        bad = self._read(bucket, plan, answers)
         decode = time.perf_counter() - began
-        names = list(bucket.gradients)
-        counts = dict(zip(names, map(sum, zip(*(part.counts for part in parts), strict=True)), strict=False))
-        return Outcome(bad, counts, compress, decode, lambda: self._give_back(names, plan.owned[channel.rank], result))
+        counts = dict(zip(plan.names, sent, strict=True))
+        return Outcome(bad, counts, compress, decode, lambda: self._give_back(plan, bucket.numels, result))
 
     def _plan(self, bucket: Bucket) -> _Plan:
-        owned: list[list[Piece]] = [[] for _ in range(self._channel.world)]
-        for i, name in enumerate(bucket.gradients):
-            for owner, begin, end in self._owners[name]:
-                owned[owner].append(Piece(i, begin, end))
-        sizes = [[p.end - p.begin for p in pieces] for pieces in owned]
-        # The part that stays here goes over no wire, so that it may hold everything.
-        mine, numels = owned[self._channel.rank], bucket.numels
-        room = self._codec.frame_bound([numels[p.tensor] for p in mine], [p.end - p.begin for p in mine])
-        return _Plan(owned, sizes, room, [slack(self._codec, each) for each in sizes])
+        codec, channel, numels = self._codec, self._channel, bucket.numels
+        deals = share_out(numels, channel.world, codec.min_numel)
+        shares = [[deal.share(n, r) for deal, n in zip(deals, numels, strict=True)] for r in range(channel.world)]
+        mine = shares[channel.rank]
+        reserves = [codec.reserves(each) for each in shares]
+        room = codec.frame_bound(mine, mine) + slack(codec, mine)
+        sums = list(torch.split(torch.empty(sum(mine)), mine))
+        slacks = [slack(codec, [n for n in each if n]) for each in shares]
+        own = torch.empty(room, dtype=torch.uint8)
+        return _Plan(list(bucket.gradients), deals, shares, reserves, slacks, own, sums)
 
     def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
         """Entries may crowd in one share: room for twice as many as an even spread gives."""
         numels = bucket.numels
         return [
-            first_size(self._codec, [min(2 * (p.end - p.begin), numels[p.tensor]) for p in pieces], bucket.step)
-            for pieces in plan.owned
+            first_size(self._codec, [min(2 * n, whole) for n, whole in zip(each, numels, strict=True)], bucket.step)
+            for each in plan.shares
         ]
 
-    def _first_result(self, bucket: Bucket, plan: _Plan) -> int:
-        return max(first_size(self._second, [p.end - p.begin for p in pieces], bucket.step) for pieces in plan.owned)
+    def _first_results(self, bucket: Bucket, plan: _Plan) -> list[int]:
+        return [first_size(self._second, each, bucket.step) for each in plan.shares]
 
-    def _reduce(self, bucket: Bucket, plan: _Plan, received: list[Tensor]) -> tuple[Frame, tuple[int, int]]:
+    def _reduce(
+        self, bucket: Bucket, plan: _Plan, received: list[Tensor], budget: int
+    ) -> tuple[Frame, tuple[int, int]]:
         """The own share's result, and what its prefix says."""
-        names, rank = list(bucket.gradients), self._channel.rank
-        readers = [FrameReader(message, bucket.numels, trailing=True) for message in received]
-        pieces, views = plan.owned[rank], plan.views(bucket.outs, rank)
-        for view in views:  # parts hold nothing outside of the own share
-            view.zero_()
-        for reader in readers:
-            reader.add_to(bucket.outs)
+        rank = self._channel.rank
+        readers = [FrameReader(message, plan.shares[rank], trailing=True) for message in received]
+        largest = max((reader.length for r, reader in enumerate(readers) if r != rank), default=0)
         bad = next((r for r, reader in enumerate(readers) if reader.non_finite), -1)
+        sum_frames(readers, plan.sums)
         if bad >= 0:
             result = empty_frame(str(bad))
         else:
-            sums = {names[p.tensor]: view for p, view in zip(pieces, views, strict=True)}
-            budget = self._results.sizes[bucket.key][0]
-            result = encode_leftover(self._second, sums, step=bucket.step, budget=budget)
-        for piece, view in zip(pieces, views, strict=True):
-            name = names[piece.tensor]
-            held = self._codec.open_slots(name, bucket.gradients[name]).get("residual")
-            if held is not None:
-                held[piece.begin : piece.end] += view.to(held.device)
-        largest = max((reader.length for r, reader in enumerate(readers) if r != rank), default=0)
+            sums = {i: total for i, total in enumerate(plan.sums) if total.numel()}
+            result = encode_leftover(self._second, sums, plan.names, step=bucket.step, budget=budget)
+        self._keep(bucket, plan)
         return result, (largest, bad + 1)
 
-    def _read(self, bucket: Bucket, plan: _Plan, messages: list[Tensor]) -> list[int]:
+    def _keep(self, bucket: Bucket, plan: _Plan) -> None:
+        """Add what is left of the sums to the memory."""
+        rank = self._channel.rank
+        for i, (gradient, left) in enumerate(zip(bucket.gradients.values(), plan.sums, strict=True)):
+            held = self._codec.open_slots(plan.names[i], gradient).get("residual") if left.numel() else None
+            if held is None:
+                continue
+            deal = plan.deals[i]
+            if held.device.type == "cpu":
+                owner = rank if deal.world > 1 else 0
+                _native.add_share(held.data_ptr(), held.numel(), deal.world, deal.first, owner, left.data_ptr())
+            else:
+                held.index_add_(0, self._places(plan, i, held.numel()).to(held.device), left.to(held.device))
+
+    def _places(self, plan: _Plan, i: int, n: int) -> Tensor:
+        if i not in plan.places:
+            plan.places[i] = plan.deals[i].places(n, self._channel.rank)
+        return plan.places[i]
+
+    def _read(self, bucket: Bucket, plan: _Plan, answers: list[Tensor]) -> list[int]:
         """Write the mean to the outs; or the ranks that were not finite."""
         key, world = bucket.key, self._channel.world
-        prefixes = [_PREFIX.unpack(message[: _PREFIX.size].numpy().tobytes()) for message in messages]
+        prefixes = [_PREFIX.unpack(answer[: _PREFIX.size].numpy().tobytes()) for answer in answers]
         bad = {culprit - 1 for _, culprit in prefixes if culprit}
         if bad:
             return sorted(bad)
         readers = []
-        for owner, message in enumerate(messages):
+        for owner, answer in enumerate(answers):
+            reader = FrameReader(answer[_PREFIX.size :], plan.shares[owner], trailing=True)
             self._parts.learn(key, owner, prefixes[owner][0], plan.slacks[owner])
-            readers.append(FrameReader(message[_PREFIX.size :], plan.sizes[owner], trailing=True))
-        self._results.learn(key, 0, max(reader.length for reader in readers), max(plan.slacks))
-        for out in bucket.outs:
-            out.zero_()
-        for owner, reader in enumerate(readers):
-            reader.add_to(plan.views(bucket.outs, owner), 1.0 / world)
+            self._results.learn(key, owner, reader.length, plan.slacks[owner])
+            readers.append(reader)
+        sum_frames(readers, bucket.outs, 1.0 / world, [(deal.world, deal.first) for deal in plan.deals])
         return []
 
-    def _give_back(self, names: list[str], pieces: list[Piece], result: Frame) -> None:
-        reader = FrameReader(result, [p.end - p.begin for p in pieces])
+    def _give_back(self, plan: _Plan, numels: list[int], result: Frame) -> None:
+        reader = FrameReader(result, plan.shares[self._channel.rank])
         for section in reader.sections:
             positions, values = reader.entries(section)
-            piece = pieces[section.id]
-            self._codec.give_back(names[piece.tensor], positions + piece.begin, values)
+            places = self._places(plan, section.id, numels[section.id])
+            self._codec.give_back(plan.names[section.id], places[positions], values)
 
     def state_dict(self) -> dict[str, Any]:
         parts, results = self._parts.state_dict(), self._results.state_dict()

@@ -28,8 +28,10 @@ def require_lab_for(rate: str) -> None:
         )
 
 
-def launch(argv: list[str], workers: int, rate: str | None, output: Callable[[int, str], None]) -> None:
-    """Run a command to its end as so many workers, each one's lines going to `output`."""
+def launch(
+    argv: list[str], workers: int, rate: str | None, output: Callable[[int, str], None], *, loss: str | None = None
+) -> None:
+    """Run a command to its end as so many workers, each one's lines going to `output`; loss is the lab's."""
     told: list[str] = []
 
     def read(host: int, line: str) -> None:
@@ -39,7 +41,7 @@ def launch(argv: list[str], workers: int, rate: str | None, output: Callable[[in
 
     if rate is not None:
         require_lab_for(rate)
-        with Lab(workers, rate=rate) as lab:
+        with Lab(workers, rate=rate, loss=loss) as lab:
             result = lab.run(argv, output=read)
         failure, last = result.failure, _last_words(list(result.hosts[0].lines))
     else:

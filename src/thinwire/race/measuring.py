@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def measure(
 
     for number in range(3):
         step(number)
-    taken = [meter.time(lambda number=number: step(3 + number)) for number in range(steps)]
+    taken = [meter.time(partial(step, 3 + number)) for number in range(steps)]
     for handle in handles:
         handle.remove()
     buckets, ready = in_buckets(filled)
@@ -162,13 +163,13 @@ def in_buckets(filled: Sequence[tuple[int, float]]) -> tuple[tuple[int, ...], tu
 def _codec_times(meter: Meter, codec: Codec, gradients: dict[str, Tensor]) -> tuple[CodecTimes, float]:
     """Steady state: a few encodes before any is timed."""
     frames = [codec.encode(gradients) for _ in range(3)]
-    encode = min(meter.time(lambda: frames.append(codec.encode(gradients))) for _ in range(3))
+    encode = statistics.median(meter.time(lambda: frames.append(codec.encode(gradients))) for _ in range(5))
     outs = [torch.zeros(g.numel()) for g in gradients.values()]
 
     def read() -> None:
         FrameReader(frames[-1], [out.numel() for out in outs]).add_to(outs, 0.5)
 
-    decode = min(meter.time(read) for _ in range(3))
+    decode = statistics.median(meter.time(read) for _ in range(5))
     count = sum(frames[-1].counts)
     density = min(max(count / sum(out.numel() for out in outs), 1e-6), 1.0)
     return CodecTimes(encode, decode, 1.04 * len(frames[-1]) + 64), density
@@ -176,7 +177,7 @@ def _codec_times(meter: Meter, codec: Codec, gradients: dict[str, Tensor]) -> tu
 
 def _copying(meter: Meter, gradients: dict[str, Tensor]) -> float:
     x = torch.zeros(sum(g.numel() for g in gradients.values()))
-    return min(meter.time(lambda: x.copy_(x.to(torch.float16))) for _ in range(3))
+    return statistics.median(meter.time(lambda: x.copy_(x.to(torch.float16))) for _ in range(5))
 
 
 def _alpha(gradients: dict[str, Tensor]) -> dict[float, float]:

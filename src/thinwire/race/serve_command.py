@@ -28,6 +28,9 @@ def serve_command(
     push: Annotated[str, typer.Option(help="Codec that workers are told to push with.")] = "topk1",
     reduce: Annotated[str, typer.Option(help="mean or sum of the workers' gradients.")] = "mean",
     policy: Annotated[str, typer.Option(help="fifo, filo, stalest or forward.")] = "forward",
+    transport: Annotated[str, typer.Option(help="tcp, or udp: gradients and changes in datagrams.")] = "tcp",
+    on_loss: Annotated[str, typer.Option(help="With udp, of lost gradients: restore or ignore.")] = "restore",
+    mtu: Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; default 1400.")] = None,
     target: Annotated[float | None, typer.Option(help="Metric on the test split that ends the run.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes of the data at the most.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Steps at the most.")] = None,
@@ -56,7 +59,9 @@ def serve_command(
     from thinwire.transport.addresses import listen
 
     made = get_recipe(recipe)
-    words = check_terms(push, compress, mode, reduce, policy)
+    if transport not in ("tcp", "udp"):
+        raise ValueError(f"--transport is tcp or udp, not {transport!r}")
+    words = check_terms(push, compress, mode, reduce, policy, transport, on_loss, mtu)
     plan = make_plan(
         made,
         workers=expect,
@@ -79,7 +84,7 @@ def serve_command(
     serving = Serving(made, data, terms, waiting.append)
     resumed = serving.server.clock.step
     with EventLog(path, describe_served(made, terms, place), resume_at=resumed or None) as log:
-        listener = listen(f"tcp://{bind}:{port}", keys=keys, insecure=insecure)
+        listener = listen(f"{transport}://{bind}:{port}", keys=keys, insecure=insecure, mtu=mtu)
         serving.emit = log.write
         print(
             json.dumps({"listening": listener.address}) if as_json else f"listening on {listener.address}", flush=True
@@ -87,11 +92,14 @@ def serve_command(
         stop_metrics = serve_metrics(metrics, lambda: status(serving.server, serving.values)) if metrics else None
         signal.signal(signal.SIGTERM, lambda *_: serving.server.stop("interrupted"))
         try:
-            log.end(_watched(serving, listener, console, as_json))
+            end = log.end(_watched(serving, listener, console, as_json))
         finally:
             if stop_metrics is not None:
                 stop_metrics()
-    console.print(f"{made.name}: ended after {serving.server.clock.step} steps; the log is {path}.", highlight=False)
+    test = serving.values.get("test")
+    shown = "" if test is None else f", {made.metric} {test:.4f} on the test split"
+    steps = serving.server.clock.step
+    console.print(f"{made.name}: {end.reason} after {steps} steps{shown}; the log is {path}.", highlight=False)
 
 
 def _watched(serving: Any, listener: Any, console: Console, as_json: bool) -> str:
@@ -121,7 +129,7 @@ def _watched(serving: Any, listener: Any, console: Console, as_json: bool) -> st
                     time.sleep(0.4)
     except KeyboardInterrupt:
         serving.server.stop("interrupted")
-        thread.join(10.0)
+        thread.join()  # it writes a checkpoint; pressed again, Ctrl-C does not wait for it
         raise
     thread.join()
     if errors:

@@ -17,6 +17,7 @@ from thinwire.codec.memory import MomentumResidual
 from thinwire.events import Eval, Event, Step
 from thinwire.race.training import Plan
 from thinwire.recipes.recipe import DataOrder, Recipe
+from thinwire.server.lossy import check_on_loss
 from thinwire.server.members import Member
 from thinwire.server.messages import MessageError
 from thinwire.server.naming import named_codec
@@ -25,6 +26,7 @@ from thinwire.server.schedule import check_policy
 from thinwire.server.server import Mode, Server
 from thinwire.server.worker import Worker
 from thinwire.transport.base import Connection, Listener
+from thinwire.transport.mtu import check_mtu
 
 Emit = Callable[[Event], None]
 _FIGURES = ("wall", "compute", "compress", "exchange", "apply", "loss", "density", "synchronise", "aggregate")
@@ -46,16 +48,34 @@ class Terms:
     overlap: bool = True
     save_every: int = 100
     timeout: float = 10.0
+    transport: str = "tcp"
+    on_loss: str = "restore"
+    mtu: int | None = None
 
 
-def check_terms(push: str, pull: str | None, mode: str, reduce: str, policy: str) -> dict[str, Any]:
+def check_terms(
+    push: str,
+    pull: str | None,
+    mode: str,
+    reduce: str,
+    policy: str,
+    transport: str = "tcp",
+    on_loss: str = "restore",
+    mtu: int | None = None,
+) -> dict[str, Any]:
     """Words of the command line as fields of `Terms`; ValueError for one that there is not."""
     for name, value, known in (("mode", mode, ("bsp", "ssp", "async")), ("reduce", reduce, ("mean", "sum"))):
         if value not in known:
             raise ValueError(f"--{name} is one of {', '.join(known)}, not {value!r}")
+    check_on_loss(on_loss)
+    if transport != "udp" and (on_loss != "restore" or mtu is not None):
+        raise ValueError("--on-loss and --mtu go with --transport udp: the others lose nothing")
+    if mtu is not None:
+        check_mtu(mtu)
     back = push if pull is None else pull
     named_codec(push), named_codec(back), check_policy(policy)
-    return {"push": push, "pull": back, "mode": mode, "reduce": reduce, "policy": policy}
+    way = {"transport": transport, "on_loss": on_loss, "mtu": mtu}
+    return {"push": push, "pull": back, "mode": mode, "reduce": reduce, "policy": policy, **way}
 
 
 class Serving:
@@ -74,6 +94,7 @@ class Serving:
             codec=terms.pull,
             reduce=terms.reduce,
             policy=terms.policy,
+            on_loss=terms.on_loss,
             expect=terms.workers,
             recipe=recipe.name,
             timeout=terms.timeout,
@@ -84,6 +105,7 @@ class Serving:
             on_figures=self._on_figures,
         )
         self._order = DataOrder(len(self._splits.train), batch=plan.batch, workers=terms.workers, seed=terms.seed)
+        self._seen = self.server.clock.step
         self._paused = -self.server.extra.get("wall", 0.0)
         self.values: dict[str, float] = {}  # the last of each split
 
@@ -101,7 +123,9 @@ class Serving:
     def _on_step(self, server: Server) -> None:
         step, plan = server.clock.step, self.terms.plan
         server.extra["wall"] = self.wall
-        if step % plan.evaluate_every == 0 or step == plan.max_steps:
+        before, self._seen = self._seen, step
+        # When a worker leaves, several steps may become complete at once.
+        if step // plan.evaluate_every > before // plan.evaluate_every or step >= plan.max_steps:
             began = time.monotonic()
             value = self._evaluate("test", plan.test_samples)
             self._paused += time.monotonic() - began
@@ -128,6 +152,9 @@ class Serving:
                 bytes_sent=sent,
                 bytes_received=received,
                 rank=member.slot,
+                datagrams=_whole({"datagrams": figures.get("datagrams", 0)}, "datagrams"),
+                datagrams_lost=_whole({"datagrams_lost": figures.get("datagrams_lost", 0)}, "datagrams_lost"),
+                restored=_number({"restored": figures.get("restored", 0.0)}, "restored"),
                 waits=[_number({"waits": v}, "waits") for v in _row(figures, "waits")],
                 staleness=[_whole({"staleness": v}, "staleness") for v in _row(figures, "staleness")],
                 **values,
@@ -151,7 +178,7 @@ def work(
     splits, model = recipe.load(data), recipe.build(0)
     with Worker(connection, model, codec, recipe=recipe.name, **options) as worker:
         total = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        before = worker.traffic()
+        before, ways = worker.traffic(), worker.losses()
         profiler = Profiler(worker) if profile is not None else None
         while worker.stopped is None:
             told = {name: _whole(worker.tell, name) for name in ("workers", "batch", "seed")}
@@ -162,8 +189,10 @@ def work(
             loss.backward()
             worker.step()
             traffic = worker.traffic()
-            worker.report(**_figures(worker, clock, float(loss.detach()), total, before, traffic))
-            before = traffic
+            losses = worker.losses()
+            lost = {name: losses[name] - ways[name] for name in losses}
+            worker.report(**_figures(worker, clock, float(loss.detach()), total, before, traffic), **lost)
+            before, ways = traffic, losses
         if profiler is not None and profile is not None:
             profiler.write(profile)
         return worker.stopped

@@ -44,7 +44,7 @@ class Served:
 def run_server(served: Served, address: str, emit: Emit) -> str:
     """Rank 0. Without keys: the lab's networks are its own, and local processes use loopback."""
     serving = Serving(get_recipe(served.recipe), served.data, served.terms, emit)
-    return serving.run(listen(address, insecure=True))
+    return serving.run(listen(address, insecure=True, mtu=served.terms.mtu))
 
 
 def run_worker(served: Served, address: str, rank: int) -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     served, rank = Served.from_json(sys.argv[1]), int(os.environ["RANK"])
-    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = f"{served.terms.transport}://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         if rank == 0:
             emit = printing(0)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from thinwire.errors import ThinwireError
@@ -13,20 +14,26 @@ from thinwire.server.server import Server
 def status(server: Server, values: dict[str, float]) -> dict[str, Any]:
     """Everything that is shown, as plain figures."""
     now, clock = time.monotonic(), server.clock
-    ahead = max((member.ahead for member in clock.members.values()), default=clock.step)
+    # The server's thread goes on meanwhile: look at copies, and at no worker that has just left.
+    pushed, members = dict(clock.members), list(server.members.active.values())
+    ahead = max((each.ahead for each in pushed.values()), default=clock.step)
     workers = [
         {
             "slot": member.slot,
             "name": member.name,
-            "clock": clock.members[member.session].ahead,
-            "behind": ahead - clock.members[member.session].ahead,
+            "clock": pushed[member.session].ahead,
+            "behind": ahead - pushed[member.session].ahead,
             "steps_per_second": member.rate(),
             "bytes_received": member.received,
             "bytes_sent": member.sent,
-            "seconds_silent": now - member.heard,
+            "mbit_per_second_in": _mbit(member.received, now - member.since),
+            "mbit_per_second_out": _mbit(member.sent, now - member.since),
+            "seconds_silent": max(0.0, now - member.heard),
             "loss": member.figures.get("loss"),
+            **server.listener_figures(member),
         }
-        for member in sorted(server.members.active.values(), key=lambda member: member.slot)
+        for member in sorted(members, key=lambda member: member.slot)
+        if member.session in pushed
     ]
     return {
         "mode": server.mode,
@@ -35,24 +42,33 @@ def status(server: Server, values: dict[str, float]) -> dict[str, Any]:
         "joined": server.members.joined,
         "left": server.members.left,
         "waiting": len(server.members.waiting),
-        "metric": values,
+        "metric": dict(values),
         "workers": workers,
     }
+
+
+def _mbit(size: int, seconds: float) -> float:
+    return size * 8e-6 / seconds if seconds > 0.0 else 0.0
 
 
 def table(server: Server, values: dict[str, float], metric: str) -> Table:
     """The workers, for people."""
     figures = status(server, values)
     shown = "".join(f", {split} {metric} {value:.4f}" for split, value in values.items())
-    waiting = f", {figures['waiting']} of {server.expect} here" if figures["waiting"] else ""
+    here = figures["waiting"] + len(figures["workers"])
+    waiting = f", waiting for {server.expect - here} of {server.expect} workers" if not server.started else ""
     found = Table(title=f"{server.mode}, step {figures['step']}{shown}{waiting}")
-    for name in ("worker", "name", "clock", "behind", "steps/s", "MB in", "MB out", "loss"):
+    lossy = any("loss_received" in w for w in figures["workers"])
+    lost = ("lost in", "lost out", "mbit/s") if lossy else ()
+    for name in ("worker", "name", "clock", "behind", "steps/s", "Mbit/s in", "Mbit/s out", "loss", *lost):
         found.add_column(name, justify="left" if name == "name" else "right")
     for w in figures["workers"]:
         loss = "" if not isinstance(w["loss"], float) else f"{w['loss']:.3f}"
-        cells = [w["slot"], w["name"], w["clock"], w["behind"], f"{w['steps_per_second']:.2f}"]
-        traffic = [f"{w['bytes_received'] / 1e6:.1f}", f"{w['bytes_sent'] / 1e6:.1f}"]
-        found.add_row(*map(str, [*cells, *traffic, loss]))
+        cells = [w["slot"], escape(w["name"]), w["clock"], w["behind"], f"{w['steps_per_second']:.2f}"]
+        traffic = [f"{w['mbit_per_second_in']:.2f}", f"{w['mbit_per_second_out']:.2f}"]
+        way = [f"{w.get(n, 0.0):.2%}" for n in ("loss_received", "loss_sent")] if lossy else []
+        pace = [f"{8e-6 * w.get('rate', 0.0):.0f}"] if lossy else []
+        found.add_row(*map(str, [*cells, *traffic, loss, *way, *pace]))
     return found
 
 

@@ -37,7 +37,10 @@ def train_command(
     pull: Annotated[str | None, typer.Option(help="Codec of the server's way back; default: --compress.")] = None,
     reduce: Annotated[str, typer.Option(help="The server's: mean or sum.")] = "mean",
     policy: Annotated[str, typer.Option(help="Of requests: fifo, filo, stalest or forward.")] = "forward",
-    transport: Annotated[str, typer.Option(help="To the server: tcp; mpi under mpirun.")] = "tcp",
+    transport: Annotated[str, typer.Option(help="To the server: tcp or udp; mpi under mpirun.")] = "tcp",
+    on_loss: Annotated[str, typer.Option(help="With udp, of lost gradients: restore or ignore.")] = "restore",
+    mtu: Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; default 1400.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Share of packets lost, in the lab: 5%.")] = None,
 ) -> None:
     """Train a recipe with compressed gradients."""
     from thinwire.race.checkpoints import open_folder
@@ -51,11 +54,13 @@ def train_command(
     from thinwire.race.worker import Work
     from thinwire.recipes import get_recipe
 
-    terms = check_terms(compress, pull, mode, reduce, policy) if server else {}
+    terms = check_terms(compress, pull, mode, reduce, policy, transport, on_loss, mtu) if server else {}
     if not server:
         check_method(compress)
-    if transport not in ("tcp", "mpi") or (transport == "mpi" and not server):
-        raise ValueError("--transport is tcp or mpi, and mpi goes with --server")
+    if transport not in ("tcp", "udp", "mpi") or (transport != "tcp" and not server):
+        raise ValueError("--transport is tcp, udp or mpi, and the last two go with --server")
+    if loss is not None and (not server or rate is None or transport == "mpi"):
+        raise ValueError("--loss goes with --server and --rate: packets are lost in the lab")
     if resume and checkpoint is None:
         raise ValueError("--resume needs --checkpoint, the folder to go on from")
     if checkpoint is not None:
@@ -81,7 +86,7 @@ def train_command(
     path = events if events is not None else Path("runs") / f"{made.name}-{compress}-{date}.jsonl"
     if server:
         agreed = Served(recipe, data, Terms(plan, seed, workers, bound=bound, **terms))
-        served = ServedTraining(made, agreed, place, path)
+        served = ServedTraining(made, agreed, place, path, loss)
         said = served.run_under_mpi() if transport == "mpi" else served.run()
         if said is None:
             return

@@ -23,7 +23,8 @@ from thinwire.report.summary import last_value, reached
 def describe_served(recipe: Recipe, terms: Terms, place: Field) -> Run:
     """The first record of a log that a parameter server writes."""
     work = Work(recipe.name, None, (), terms.plan)
-    return describe_run(recipe, work, place, f"{terms.mode}:{terms.push}/{terms.pull}", terms.seed)
+    way = "" if terms.transport == "tcp" else f":{terms.transport}-{terms.on_loss}"
+    return describe_run(recipe, work, place, f"{terms.mode}:{terms.push}/{terms.pull}{way}", terms.seed)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ServedTraining:
     served: Served
     place: Field
     log: Path
+    loss: str | None = None  # of every link, in the lab
 
     def run(self) -> str:
         """Start all processes, show and log what the master tells; returns a sentence."""
@@ -54,7 +56,7 @@ class ServedTraining:
                 if getattr(event, "rank", 0) == 0:
                     live.watch(0, event)
 
-            launch(argv, self.place.hosts + 1, self.place.rate, read)
+            launch(argv, self.place.hosts + 1, self.place.rate, read, loss=self.loss)
         return self._summary(log, time.monotonic() - began)
 
     def run_under_mpi(self) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.codec.frame import FrameReader
 from thinwire.server.layers import Layout, flat, trained
+from thinwire.server.lossy import Arrived
 
 log = logging.getLogger("thinwire.server")
 
@@ -57,9 +58,9 @@ class Aggregator:
                     cut.setdefault(id(whole), []).append(unit)
         _replace(optimizer, cut)
         self._gradients = [[torch.zeros(unit.numel()) for unit in units] for units in self._units]
-        self._waiting: dict[tuple[int, int], dict[int, FrameReader]] = {}  # by part and clock: frames by slot
+        self._waiting: dict[tuple[int, int], dict[int, FrameReader | Arrived]] = {}  # by part and clock: frames by slot
 
-    def keep(self, slot: int, part: int, clock: int, frame: FrameReader) -> None:
+    def keep(self, slot: int, part: int, clock: int, frame: FrameReader | Arrived) -> None:
         """A checked frame that waits for its step."""
         self._waiting.setdefault((part, clock), {})[slot] = frame
 
@@ -75,7 +76,7 @@ class Aggregator:
             self._waiting.pop((part, clock), None)
         return self._apply(part, mine, workers)
 
-    def _apply(self, part: int, frames: dict[int, FrameReader], workers: int | None) -> int:
+    def _apply(self, part: int, frames: dict[int, FrameReader | Arrived], workers: int | None) -> int:
         # A gradient that was not finite is no gradient: its worker counts as absent in this step.
         slots = sorted(slot for slot, frame in frames.items() if not frame.non_finite)
         if not slots:

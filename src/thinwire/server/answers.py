@@ -1,13 +1,15 @@
 """Answers: pulls that wait until their part is fresh enough, and what is then sent, in the order of the policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from thinwire.server.clock import Clock
 from thinwire.server.layers import Layout
+from thinwire.server.lossy_views import LossyViews
 from thinwire.server.members import Member
 from thinwire.server.messages import Kind, Message, MessageError
 from thinwire.server.schedule import Request
 from thinwire.server.views import Views
+from thinwire.transport.base import Buffer
 
 # What an answer is taken to be before the first of its part is known.
 GUESS = 1 << 18
@@ -16,8 +18,16 @@ GUESS = 1 << 18
 class Answers:
     """Answers the pulls of all members."""
 
-    def __init__(self, layout: Layout, clock: Clock, views: Views, send: Callable[[Member, Message], None]) -> None:
-        self._layout, self._clock, self._views, self._send = layout, clock, views, send
+    def __init__(
+        self,
+        layout: Layout,
+        clock: Clock,
+        views: Views,
+        send: Callable[[Member, Message], None],
+        send_pieces: Callable[[Member, Message, Sequence[Buffer]], int | None],
+    ) -> None:
+        self._layout, self._clock, self._views = layout, clock, views
+        self._send, self._send_pieces = send, send_pieces
         self._places = list(layout.places())
         self._sizes: dict[tuple[int, int], int] = {}
 
@@ -58,8 +68,8 @@ class Answers:
             number = self._layout.numbers[layer, part]
             answer = self._views.answer(member.session, layer, part, whole=whole)
             if answer.whole == (not self._views.deltas):
-                self._sizes[layer, part] = len(answer.body)
-            member.pool.sent(request, len(answer.body))
+                self._sizes[layer, part] = answer.size
+            member.pool.sent(request, answer.size)
             member.answered[layer, part] = request.clock
             parts = range(len(self._layout.layers[layer].parts))
             member.pool.known.here[layer] = min(member.answered.get((layer, p), -1) for p in parts)
@@ -67,4 +77,9 @@ class Answers:
             # With a bound, what a worker wants to know is the steps inside; without one, how many changes there were.
             edition = answer.edition if self._clock.bound is None else self._clock.lowest[number]
             kind = Kind.WHOLE if answer.whole else Kind.DELTA
-            self._send(member, Message(kind, member.session, layer, part, request.clock, edition, answer.body))
+            message = Message(kind, member.session, layer, part, request.clock, edition, answer.body)
+            if isinstance(self._views, LossyViews) and not answer.whole:
+                ticket = self._send_pieces(member, message, answer.shards)
+                self._views.under_way(member.session, layer, part, member.peer, ticket)
+            else:
+                self._send(member, message)

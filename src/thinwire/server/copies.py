@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.server.layers import Layout, Piece, flat, trained
+from thinwire.server.lossy import Arrived
 from thinwire.server.views import take_delta, take_whole
 from thinwire.transport.base import Buffer
 
@@ -40,12 +41,18 @@ class Copies:
             views[piece.name] = row[piece.begin : piece.end]
         return views
 
-    def take(self, layout: Layout, layer: int, part: int, body: Buffer, *, whole: bool) -> None:
-        """Bring a part up to date with what the server sent."""
+    def take(self, layout: Layout, layer: int, part: int, body: Buffer, *, whole: bool, lossy: bool = False) -> int:
+        """Bring a part up to date with what the server sent, of which pieces may be missing; returns its bytes."""
         self.last_layout = layout
         pieces = layout.layers[layer].parts[part]
         rows = [self._rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
-        (take_whole if whole else take_delta)(body, rows)
+        size = len(body)
+        if lossy and not whole:
+            arrived = Arrived(body, [row.numel() for row in rows])
+            arrived.add_to(rows)
+            size = arrived.size
+        else:
+            (take_whole if whole else take_delta)(body, rows)
         for piece, row in zip(pieces, rows, strict=True):
             parameter = self._parameters[piece.parameter].detach()
             if self._rows[piece.parameter].data_ptr() == parameter.data_ptr():
@@ -54,3 +61,4 @@ class Copies:
                 parameter.view(-1)[piece.begin : piece.end].copy_(row)
             else:  # no row of elements to write a part of
                 parameter.copy_(self._rows[piece.parameter].view(parameter.shape))
+        return size

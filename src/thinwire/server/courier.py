@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,11 +21,13 @@ from thinwire.errors import ThinwireError
 from thinwire.server.buffers import Buffers
 from thinwire.server.copies import Copies
 from thinwire.server.handshake import hello_of
+from thinwire.server.lossy import Pushed, check_on_loss
 from thinwire.server.messages import STALENESS, Kind, Message, MessageError, parse, with_json
 from thinwire.server.pace import Pace
 from thinwire.server.schedule import Request
 from thinwire.server.session import Session
 from thinwire.transport.base import Connection
+from thinwire.transport.pieces import pack_all
 
 log = logging.getLogger("thinwire.worker")
 
@@ -59,11 +62,14 @@ class Courier:
         self._named, self.codec = codec, codec or Codec()  # without one, as the server says
         self.copies = Copies(model)
         self._buffers = Buffers(model)
-        self._hello = hello_of(model, recipe, slot, name)
+        connection.on_report = self._on_report
+        self._hello = {**hello_of(model, recipe, slot, name), "pieces": connection.piece_bytes is not None}
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         self._gradients: dict[tuple[int, int], Gradients] = {}
-        self._unacknowledged: dict[tuple[int, int, int], Frame] = {}
+        self._unacknowledged: dict[tuple[int, int, int], Frame | Pushed] = {}
+        self._tickets: dict[int, Pushed] = {}  # pushes in pieces that are not reported yet
+        self.restored = 0.0  # sum of the magnitudes that were lost on the way and returned to the memory
         self._spoken = self._asked = 0.0
         self._beats = 0  # since anything was heard
         self._heard = time.monotonic()
@@ -113,6 +119,12 @@ class Courier:
     def report(self, figures: dict[str, Any]) -> None:
         """Tell the server figures of a step."""
         self._tell(lambda: self._report(figures))
+
+    def losses(self) -> dict[str, float]:
+        """Datagrams sent and lost so far, and what was put back for them."""
+        figures = self._connection.figures()
+        sent, lost = (int(figures.get(name, 0)) for name in ("datagrams_sent", "datagrams_lost"))
+        return {"datagrams": sent, "datagrams_lost": lost, "restored": self.restored}
 
     def leave(self) -> None:
         """Say goodbye and end."""
@@ -178,6 +190,26 @@ class Courier:
         self._spoken = time.monotonic()
         self._connection.send(parts)
 
+    def _send_pushed(self, message: Message, pushed: Pushed) -> None:
+        """Send a gradient in pieces, any of which may be lost."""
+        shards = list(pushed.shards.values())
+        if not pushed.finite or self.session is None:  # what it says must arrive
+            self._send(replace(message, body=pack_all(shards)))
+            return
+        head = bytes(message.parts(self.session.counter.next(message.kind))[0])
+        self.sent += len(head) + pushed.size
+        self._spoken = time.monotonic()
+        ticket = self._connection.send_pieces(head, shards)
+        if ticket is not None:
+            self._tickets[ticket] = pushed
+
+    def _on_report(self, ticket: int, lost: frozenset[int]) -> None:
+        """Lost pieces of a push return to the memory, or are given up."""
+        pushed = self._tickets.pop(ticket, None)
+        if pushed is not None and lost:
+            told = "restore" if self.session is None else str(self.session.tell.get("on_loss", "restore"))
+            self.restored += pushed.give_back(self.codec, lost, restore=check_on_loss(told) == "restore")
+
     # Requests
 
     def _enqueue(self, session: Session, layer: int, clock: int, gradients: Gradients) -> None:
@@ -218,13 +250,21 @@ class Courier:
         pieces = session.layout.layers[layer].parts[part]
         views = self.copies.gradients(pieces, gradients)
         hold = [piece.name for piece in pieces if piece.parameter not in gradients]
-        began = time.perf_counter()
-        frame = self.codec.encode(views, step=clock, hold=hold)
-        self.pace.encoded(time.perf_counter() - began, sum(frame.counts))
-        body = frame.data.numpy().data
-        session.pool.sent(request, len(body))
-        self._unacknowledged[layer, part, clock] = frame
-        self._send(Message(Kind.PUSH, session.number, layer, part, clock, body=body))
+        message = Message(Kind.PUSH, session.number, layer, part, clock)
+        began, budget = time.perf_counter(), self._connection.piece_bytes
+        if budget is None:
+            frame = self.codec.encode(views, step=clock, hold=hold)
+            self.pace.encoded(clock, time.perf_counter() - began, sum(frame.counts))
+            body = frame.data.numpy().data
+            session.pool.sent(request, len(body))
+            self._unacknowledged[layer, part, clock] = frame
+            self._send(replace(message, body=body))
+        else:
+            pushed, entries = Pushed.encode(self.codec, views, budget, step=clock, hold=hold)
+            self.pace.encoded(clock, time.perf_counter() - began, entries)
+            session.pool.sent(request, pushed.size)
+            self._unacknowledged[layer, part, clock] = pushed
+            self._send_pushed(message, pushed)
         if part == len(session.layout.layers[layer].parts) - 1:
             self._gradients.pop((layer, clock), None)
         self.pace.note(self.pace.pushes, layer, clock)
@@ -270,6 +310,7 @@ class Courier:
         self._give_back(session.counted)
         if self._named is None:
             self._named = self.codec = session.codec()
+        log.info("joined the server as worker %d at step %d", session.slot, session.first)
         with self._changed:
             self._gradients.clear()
             self.session, self.lost = session, True
@@ -293,11 +334,15 @@ class Courier:
         for (layer, part, clock), frame in self._unacknowledged.items():
             if counted is not None and clock < counted[layout.numbers[layer, part]]:
                 continue
+            if isinstance(frame, Pushed):
+                frame.give_back(self.codec)
+                continue
             pieces = layout.layers[layer].parts[part]
             reader = FrameReader(frame, layout.numels(layer, part))
             for section in reader.sections:
                 self.codec.give_back(pieces[section.id].name, *reader.entries(section))
         self._unacknowledged.clear()
+        self._tickets.clear()
 
     def _on_ack(self, session: Session, message: Message) -> None:
         if self._unacknowledged.pop((message.layer, message.part, message.clock), None) is None:
@@ -313,8 +358,9 @@ class Courier:
         if layer >= len(session.arrived) or part >= len(session.arrived[layer]):
             raise MessageError(f"the server sent a part {part} of a layer {layer}, which does not exist")
         self.pace.answered(message.clock)
-        self.copies.take(session.layout, layer, part, message.body, whole=message.kind is Kind.WHOLE)
-        self._send(Message(Kind.GOT, session.number, number=len(message.body)))
+        whole, lossy = message.kind is Kind.WHOLE, self._connection.piece_bytes is not None
+        size = self.copies.take(session.layout, layer, part, message.body, whole=whole, lossy=lossy)
+        self._send(Message(Kind.GOT, session.number, number=size))
         before = session.editions[layer][part]
         session.editions[layer][part] = message.number
         with self._changed:

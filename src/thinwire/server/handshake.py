@@ -43,6 +43,7 @@ class Door:
 
     def __init__(self, recipe: str, model: nn.Module) -> None:
         self._recipe = recipe
+        self.pieces = False  # whether messages travel in pieces, any of which may be lost
         self._parameters: Shapes = [(n, tuple(p.shape)) for n, p in trained(model).items()]
         self._buffers = Buffers(model).shapes
         self._frozen = frozen_digests(model)
@@ -55,6 +56,8 @@ class Door:
             raise MessageError(f"the worker runs thinwire {version}, the server {thinwire.__version__}")
         if recipe != self._recipe:
             raise MessageError(f"the worker trains the recipe {recipe!r}, the server {self._recipe!r}")
+        if (hello.get("pieces") is True) != self.pieces:
+            raise MessageError("server and worker must use the same --transport, and one of them uses udp")
         if not 8 <= len(token) <= 64:
             raise MessageError("a worker's token has 8 to 64 characters")
         found = (

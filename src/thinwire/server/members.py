@@ -32,6 +32,7 @@ class Member:
     first: int
     pool: Pool
     heard: float
+    since: float  # when it joined
     counted: list[int] | None = None  # what it was told of its session before
     welcome: Message | None = None  # said again if it says hello again before anything else
     counter: Counter = field(default_factory=Counter)

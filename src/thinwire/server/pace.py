@@ -20,7 +20,7 @@ class StepTimes:
     compute: float = 0.0
     aggregate: float = 0.0
     encode: float = 0.0
-    kept: int = 0  # entries that were sent
+    kept: int = 0  # entries that were sent for the step before
     began: float = 0.0  # the step before had been computed
     ready: float = 0.0  # the last wait for parameters had ended
     computed: float = 0.0  # the backward pass had ended
@@ -34,7 +34,7 @@ class Pace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._first_answer: dict[int, float] = {}
-        self._encode, self._kept = 0.0, 0
+        self._encoded: dict[int, tuple[float, int]] = {}  # by clock: seconds, and entries that were kept
         self._stale: dict[int, dict[int, int]] = {}
         # (when, layer, clock), for orders and profiles: gradients ready, pushes, acknowledgements, parameters here
         self.ready: list[tuple[float, int, int]] = []
@@ -43,10 +43,10 @@ class Pace:
         self.arrivals: list[tuple[float, int, int]] = []
         self.keep = False  # whether to keep those
 
-    def encoded(self, seconds: float, kept: int) -> None:
+    def encoded(self, clock: int, seconds: float, kept: int) -> None:
         with self._lock:
-            self._encode += seconds
-            self._kept += kept
+            before = self._encoded.get(clock, (0.0, 0))
+            self._encoded[clock] = before[0] + seconds, before[1] + kept
 
     def answered(self, clock: int) -> None:
         with self._lock:
@@ -71,9 +71,12 @@ class Pace:
         return first - began, ended - first
 
     def close_step(self, times: StepTimes, clock: int) -> None:
-        """Note what the courier did since the last step, and how stale the layers were at this one."""
+        """Note what was sent for the step before (this one's may still be under way), and how stale layers were."""
         with self._lock:
-            times.encode, times.kept, self._encode, self._kept = self._encode, self._kept, 0.0, 0
+            done = [c for c in self._encoded if c < clock]
+            times.encode, times.kept = self._encoded[max(done)] if done else (0.0, 0)
+            for old in done:
+                del self._encoded[old]
             times.staleness = self._stale.pop(clock, {})
             for old in [c for c in self._stale if c < clock - 8]:
                 del self._stale[old]

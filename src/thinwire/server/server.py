@@ -7,7 +7,7 @@ sends nonsense is dropped with the reason in the log, and the others go on.
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +23,15 @@ from thinwire.server.buffers import Buffers
 from thinwire.server.clock import Clock
 from thinwire.server.handshake import MOST_WORKERS, Applicant, Door
 from thinwire.server.layers import MOST_ELEMENTS, Layout
+from thinwire.server.lossy import Arrived, check_on_loss
+from thinwire.server.lossy_views import LossyViews
 from thinwire.server.members import Member, Members, Waiting
 from thinwire.server.messages import STALENESS, Kind, Message, MessageError, parse, with_json
 from thinwire.server.naming import named_codec
 from thinwire.server.schedule import Pool, Staleness, check_policy
 from thinwire.server.store import Store
 from thinwire.server.views import Views
-from thinwire.transport.base import Listener, Parts, Peer
+from thinwire.transport.base import Buffer, Listener, Parts, Peer
 
 log = logging.getLogger("thinwire.server")
 
@@ -50,6 +52,7 @@ class Server:
     codec: how changes of the model are sent to the workers: a codec, preset or density; None sends it in full.
     reduce: "mean" or "sum" of the workers' gradients. policy: which layer is answered first.
     phased: the whole model waits for the whole step, as in the paper; else every part goes its own way.
+    on_loss: what workers do about pieces of gradients that a lossy transport lost: "restore" or "ignore".
     expect: training begins when so many workers are there. recipe: workers with another one are refused.
     timeout: seconds of silence, stall: seconds without progress, after which nobody waits for a worker any more.
     checkpoint: folder; written every `save_every` steps and read at the start if it holds one.
@@ -70,6 +73,7 @@ class Server:
         policy: str = "forward",
         expect: int = 1,
         phased: bool = False,
+        on_loss: str = "restore",
         recipe: str = "",
         cut: int | None = None,
         window: int = WINDOW,
@@ -88,7 +92,7 @@ class Server:
         self.policy, self.expect = policy, expect
         # The whole model needs no deltas.
         self.codec = None if codec is None or codec == "dense" else named_codec(codec)
-        self._tell = dict(tell or {})
+        self._tell = {**(tell or {}), "on_loss": check_on_loss(on_loss)}
         self.bound = {"bsp": 0, "ssp": bound, "async": None}[mode]
         self.timeout, self.stall, self.window = timeout, stall, window
         whole = not cuts(optimizer)
@@ -102,9 +106,9 @@ class Server:
         self._places = list(self.layout.places())
         self.clock = Clock(len(self._places), self.bound, start, phased=phased)
         self.views = Views(self.layout, self._aggregator.values, self.codec, start)
-        self._answers = Answers(self.layout, self.clock, self.views, self._send_to)
+        self._open_answers()
         self._on_step, self._on_figures = on_step, on_figures
-        self._started = False
+        self.started = False
         self._sessions = secrets.randbits(30)  # a restarted server must not give a session out again
         self._lost: list[Member] = []  # a message to them could not be sent
         self._refused: dict[Peer, None] = {}  # of late
@@ -126,6 +130,11 @@ class Server:
     def run(self, listener: Listener, *, max_steps: int | None = None) -> str:
         """Serve until `stop` is called or so many steps are complete; returns why it ended. Closes the listener."""
         self._listener, self._max_steps = listener, max_steps
+        if listener.piece_bytes is not None:  # deltas may arrive in part
+            lossy = self.views = LossyViews.of(self.views, listener.piece_bytes)
+            listener.on_report = lossy.settle
+            self._door.pieces = True
+            self._open_answers()
         self.started_at = time.monotonic()
         self._check_end()
         try:
@@ -136,6 +145,13 @@ class Server:
         finally:
             listener.close()
         return self.stopped
+
+    def _open_answers(self) -> None:
+        self._answers = Answers(self.layout, self.clock, self.views, self._send_to, self._send_pieces)
+
+    def listener_figures(self, member: Member) -> dict[str, float]:
+        """What the transport knows of the way to a worker."""
+        return self._listener.figures(member.peer)
 
     def stop(self, reason: str) -> None:
         """End training: workers are told, `run` returns. From another thread or a signal handler too."""
@@ -189,7 +205,7 @@ class Server:
             log.warning("%s is out: %s", member.label, reason)
             self._leave(member)
         self.members.tidy(self.timeout)
-        if not self._started and self._resumed and now - self.started_at > self.timeout:
+        if not self.started and self._resumed and now - self.started_at > self.timeout:
             self._start()  # those who come back late join later
 
     def _holding_up(self) -> list[int]:
@@ -262,7 +278,7 @@ class Server:
             self._leave(before, stays=before.peer == peer)
         if len(self.members.active) + len(self.members.waiting) >= MOST_WORKERS:
             raise MessageError(f"the server has {MOST_WORKERS} workers already")
-        if self._started:
+        if self.started:
             self._admit(peer, applicant)
             return
         self.members.waiting[applicant.token] = Waiting(peer, applicant, time.monotonic())
@@ -274,7 +290,7 @@ class Server:
         """Training begins with those who wait; after a restart with those who are back."""
         if not self.members.waiting:
             return
-        self._started = True
+        self.started = True
         self.started_at = time.monotonic()
         waiting, self.members.waiting = self.members.waiting, {}
         last = len(waiting)
@@ -286,7 +302,8 @@ class Server:
         session, token, name = self._sessions, applicant.token, applicant.name
         first, slot = self.clock.join(session), self.members.slot(applicant.slot)
         pool = Pool(self.policy, Staleness.at_start(len(self.layout.layers), 1), self.window)
-        member = Member(peer, session, slot, token, name, first, pool, time.monotonic())
+        now = time.monotonic()
+        member = Member(peer, session, slot, token, name, first, pool, now, now)
         member.counted = self.members.counted.pop(token, None)
         self.members.active[session] = member
         self.members.joined += 1
@@ -314,11 +331,17 @@ class Server:
     def _on_push(self, member: Member, message: Message) -> None:
         layer, part, clock = message.layer, message.part, message.clock
         number = self._number(message)
-        frame = FrameReader(Frame.from_bytes(memoryview(message.body)), self.layout.numels(layer, part))
+        numels, size = self.layout.numels(layer, part), len(message.body)
+        frame: FrameReader | Arrived
+        if self._listener.piece_bytes is None:
+            frame = FrameReader(Frame.from_bytes(memoryview(message.body)), numels)
+        else:
+            frame = Arrived(message.body, numels)
+            size = frame.size
         fresh = self.clock.push(member.session, number, clock)
         if fresh:
             self._aggregator.keep(member.slot, number, clock, frame)
-        taken = Message(Kind.ACK, member.session, layer, part, clock, len(message.body), self._staleness())
+        taken = Message(Kind.ACK, member.session, layer, part, clock, size, self._staleness())
         self._send_to(member, taken)
         if not fresh:
             return
@@ -440,6 +463,12 @@ class Server:
         member.sent += sum(map(len, parts))
         if not self._listener.send(member.peer, parts):
             self._lost.append(member)
+
+    def _send_pieces(self, member: Member, message: Message, pieces: Sequence[Buffer]) -> int | None:
+        """Send a body that may arrive in part; returns the transport's ticket."""
+        head = bytes(message.parts(member.counter.next(message.kind))[0])
+        member.sent += len(head) + sum(map(len, pieces))
+        return self._listener.send_pieces(member.peer, head, pieces)
 
 
 def _cut_for(codec: Codec | None) -> int:

@@ -36,6 +36,12 @@ class Answer:
     edition: int
     whole: bool
     body: Buffer
+    shards: Sequence[Buffer] = ()  # in place of the body, where it may arrive in part
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.body) + sum(map(len, self.shards))
 
 
 class Views:
@@ -72,7 +78,7 @@ class Views:
         if node is None or whole:
             node = self._joined(layer, part)
             self._move(at, worker, node)
-            return Answer(node.edition, True, _bytes(node.values))
+            return Answer(node.edition, True, all_bytes(node.values))
         frame, after = self._advanced(node, layer, part, alone=node.followers == 1)
         self._move(at, worker, after)
         return Answer(edition, False, frame)
@@ -121,7 +127,7 @@ class Views:
     def _body(self, layer: int, part: int) -> Buffer:
         edition, body = self._bodies.get((layer, part), (-1, b""))
         if edition != self._editions[layer, part]:
-            body = _bytes(self._values[layer][part])
+            body = all_bytes(self._values[layer][part])
             self._bodies[layer, part] = self._editions[layer, part], body
         return body
 
@@ -141,7 +147,8 @@ def _left(node: Node) -> None:
         node.delta = None
 
 
-def _bytes(values: Sequence[Tensor]) -> Buffer:
+def all_bytes(values: Sequence[Tensor]) -> Buffer:
+    """A part's parameters in full."""
     return torch.cat(list(values)).numpy().tobytes()
 
 

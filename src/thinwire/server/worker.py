@@ -162,6 +162,10 @@ class Worker:
         """Bytes sent and received so far."""
         return self._courier.sent, self._courier.received
 
+    def losses(self) -> dict[str, float]:
+        """Over udp: datagrams of gradients sent and lost so far, and the sum of magnitudes put back for them."""
+        return self._courier.losses()
+
     def close(self) -> None:
         """Leave the server; the model stays as it is."""
         for handle in self._handles:

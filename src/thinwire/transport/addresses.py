@@ -9,17 +9,22 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from thinwire.errors import ThinwireError, TransportError
 from thinwire.transport.base import Connection, Listener
 from thinwire.transport.keys import worker_keys
+from thinwire.transport.mtu import check_mtu
+
+if TYPE_CHECKING:
+    from thinwire.transport.tcp import TcpConnection, TcpListener
 
 Keys = str | os.PathLike[str] | None
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of "tcp://host:port"; a ValueError for anything else."""
-    match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[\w.*-]+):(\d{1,5})", address)
+    """Host and port of "tcp://host:port" or "udp://host:port"; a ValueError for anything else."""
+    match = re.fullmatch(r"(?:tcp|udp)://(\[[0-9A-Fa-f:.%\w]+\]|[\w.*-]+):(\d{1,5})", address)
     if match is None or int(match[2]) > 65535:
         raise ValueError(f"{address!r} is not an address; write tcp://host:port, with a port from 0 to 65535")
     return match[1], int(match[2])
@@ -54,7 +59,7 @@ def _from_extra(extra: str) -> Iterator[None]:
         raise ThinwireError(f"this transport needs more ({error}): pip install 'thinwire[{extra}]'") from None
 
 
-def _listen_tcp(address: str, keys: Keys, insecure: bool) -> Listener:
+def _listen_tcp(address: str, keys: Keys, insecure: bool) -> "TcpListener":
     name, port = split(address)
     host = resolve(name)
     demand_keys(address, host, keys=keys, insecure=insecure)
@@ -65,13 +70,28 @@ def _listen_tcp(address: str, keys: Keys, insecure: bool) -> Listener:
     return tcp.TcpListener(endpoint, keys=keys, shown_host=socket.gethostname() if anywhere else None)
 
 
-def _connect_tcp(address: str, keys: Keys) -> Connection:
+def _connect_tcp(address: str, keys: Keys) -> "TcpConnection":
     host, port = split(address)
     if not port or host == "*":
         raise ValueError(f"{address!r} is not an address to connect to: it needs a host and a port")
     with _from_extra("server"):
         from thinwire.transport import tcp
     return tcp.TcpConnection(f"tcp://{host}:{port}", keys=worker_keys(keys) if keys is not None else None)
+
+
+def _listen_udp(address: str, keys: Keys, insecure: bool, mtu: int | None = None) -> Listener:
+    with _from_extra("server"):
+        from thinwire.transport import udp
+    if mtu is not None:
+        check_mtu(mtu)
+    host = resolve(split(address)[0])
+    return udp.UdpListener(_listen_tcp(address, keys, insecure), host, mtu=mtu)
+
+
+def _connect_udp(address: str, keys: Keys) -> Connection:
+    with _from_extra("server"):
+        from thinwire.transport import udp
+    return udp.UdpConnection(_connect_tcp(address, keys), split(address)[0])
 
 
 def _listen_mpi(address: str, keys: Keys, insecure: bool) -> Listener:
@@ -97,6 +117,7 @@ def _only_mpi(address: str, keys: Keys) -> None:
 
 SCHEMES: dict[str, tuple[Callable[[str, Keys, bool], Listener], Callable[[str, Keys], Connection]]] = {
     "tcp": (_listen_tcp, _connect_tcp),
+    "udp": (_listen_udp, _connect_udp),
     "mpi": (_listen_mpi, _connect_mpi),
 }
 
@@ -109,9 +130,17 @@ def _scheme(address: str) -> str:
     return scheme
 
 
-def listen(address: str, *, keys: Keys = None, insecure: bool = False) -> Listener:
-    """Listen on an address; port 0 takes any free one, and `keys` is the folder that `thinwire keys new` made."""
-    return SCHEMES[_scheme(address)][0](address, keys, insecure)
+def listen(address: str, *, keys: Keys = None, insecure: bool = False, mtu: int | None = None) -> Listener:
+    """Listen on an address; port 0 takes any free one, and `keys` is the folder that `thinwire keys new` made.
+
+    mtu: with udp, bytes of a datagram at the most; workers are told.
+    """
+    scheme = _scheme(address)
+    if scheme == "udp":
+        return _listen_udp(address, keys, insecure, mtu)
+    if mtu is not None:
+        raise ValueError(f"{scheme}:// sends no datagrams: --mtu goes with udp")
+    return SCHEMES[scheme][0](address, keys, insecure)
 
 
 def connect(address: str, *, keys: Keys = None) -> Connection:
