@@ -66,7 +66,7 @@ def test_agreed_sizes_follow_and_do_not_collapse() -> None:
     assert agreed.sizes["bucket"] == [10_500]  # the first guess is dropped at once
     agreed.learn("bucket", 0, 50, 100)
     assert agreed.sizes["bucket"] == [9_450]  # a quiet step shrinks it a little
-    agreed.learn("bucket", 0, 9_300, 100)
+    agreed.learn("bucket", 0, 9_330, 100)
     assert agreed.sizes["bucket"] == [12_385]  # a full one enlarges it
     agreed.get("regrouped", 1, lambda: [5])
     assert agreed.state_dict() == {"regrouped": [5]}
