@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "crc32c.hpp"
+#include "histogram.hpp"
 #include "positions.hpp"
 #include "reader.hpp"
 #include "statistics.hpp"
@@ -52,6 +53,18 @@ void bind_statistics(nb::module_& m) {
       found.emplace_back(t.value, t.above);
     return found;
   });
+  m.def("histogram", [](const std::vector<Described>& described, uint64_t wanted, uint64_t seed, Address out) {
+    nb::gil_scoped_release release;
+    uint64_t taken = 0;
+    double* row = at<double>(out);
+    const std::vector<Bin> found = histogram(vectors_of(described), wanted, seed, &taken);
+    for (const Bin& bin : found) {
+      *row++ = bin.count;
+      *row++ = bin.low;
+      *row++ = bin.high;
+    }
+    return std::tuple(taken, found.size());
+  });
   m.def("moments", [](const Described& d, uint64_t wanted, uint64_t seed) {
     nb::gil_scoped_release release;
     const Moments s = moments(vector_of(d), wanted, seed);
@@ -95,6 +108,7 @@ void bind_writer(nb::module_& m) {
     return section_header_bytes(id, n, strata ? Indexing::strata : Indexing::gaps);
   });
   m.attr("BLOCK") = kBlock;
+  m.attr("BINS") = kBins;
   m.def("block_bytes", [](int format, size_t n) { return block_bytes(Format(format), n); });
   nb::class_<Writer>(m, "Writer")
       .def("__init__",

@@ -117,6 +117,10 @@ uint32_t low_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t
 
 }  // namespace
 
+std::vector<uint32_t> sample_of(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed) {
+  return above_floor(vectors, wanted, seed, 0).bits;
+}
+
 std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vectors,
                                                  const std::vector<double>& densities, uint64_t wanted,
                                                  uint64_t seed) {

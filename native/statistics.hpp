@@ -6,14 +6,13 @@
 
 namespace thinwire {
 
-// Bins of |x| by the float's exponent and six bits of its fraction: each about 1 % wide.
-constexpr unsigned kBinShift = 17;
-constexpr size_t kBins = size_t(1) << (31 - kBinShift);
-
 struct Vector {
   Source source;  // read as memory * decay + gradient where there is a memory; never written here
   size_t n;
 };
+
+// The bits of the magnitudes of about `wanted` elements, an even share of each vector.
+std::vector<uint32_t> sample_of(const std::vector<Vector>&, uint64_t wanted, uint64_t seed);
 
 struct SampledThreshold {
   float value;   // a magnitude that occurs in the vectors, or 0 where the density asks for everything

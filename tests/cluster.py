@@ -1,12 +1,16 @@
 """Real processes for tests of torch.distributed: started once, used by many tests, replaced when they die.
 
 Functions run on every rank of a fresh Gloo process group over loopback; what they return comes back in rank order.
+Processes are forked from one that has imported torch already: importing it takes longer than most tests.
 """
 
 import contextlib
 import datetime
+import io
 import multiprocessing
-import socket
+import os
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,17 +19,47 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from thinwire.ddp import link
 
 Task = tuple[Callable[..., Any], int, int, int, float, tuple[Any, ...]]
 
 
+# What every rank needs; torch imports the second when the first optimizer is made.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.algorithms.join", "thinwire.ddp.attach"]
+
+PATIENCE = 240.0  # seconds after which a rank counts as hung; machines are busy
+
+
 class RankFailed(AssertionError):
     """A rank raised or died; the message carries its traceback."""
 
 
+def _variables(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun sets: a script that makes its own process group finds the test's store by them."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _end_with_the_tests() -> None:
+    """A rank may wait for others in a collective for half an hour; not when nobody is left to ask."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os._exit(1)
+
+
 def _serve(pipe: Connection) -> None:
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     torch.set_num_threads(1)
     link.SMALL = 0  # the tests' models are small, and several collectives a step are what must be right
     while True:
@@ -34,14 +68,12 @@ def _serve(pipe: Connection) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         function, rank, world, port, timeout, arguments = task
+        os.environ.update(_variables(rank, world, port))
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"tcp://127.0.0.1:{port}",
-                rank=rank,
-                world_size=world,
-                timeout=datetime.timedelta(seconds=timeout),
-            )
+            if timeout:
+                limit = datetime.timedelta(seconds=timeout)
+                store = TCPStore("127.0.0.1", port, timeout=limit)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             answer: tuple[bool, Any] = (True, function(rank, *arguments))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -55,7 +87,8 @@ class Cluster:
     """Up to as many ranks as a test asks for."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def _worker(self, rank: int) -> tuple[BaseProcess, Connection]:
@@ -76,18 +109,21 @@ class Cluster:
     def run(
         self, function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 30.0, died: bool = False
     ) -> list[Any]:
-        """function(rank, *arguments) on every rank; with `died` dead ranks give None instead of failing the test."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        """function(rank, *arguments) on every rank; with `died` dead ranks give None instead of failing the test.
+
+        A timeout of 0 leaves it to the function to make its process group.
+        """
+        # The store is the test's own: a port that is only looked up first may be somebody else's by then.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         workers = [self._worker(rank) for rank in range(world)]
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send((function, rank, world, port, timeout, arguments))
+            pipe.send((function, rank, world, store.port, timeout, arguments))
+        until = time.monotonic() + PATIENCE
         results: list[Any] = []
         failures: list[str] = []
         for rank, (process, pipe) in enumerate(workers):
             try:
-                if not pipe.poll(100.0):
+                if not pipe.poll(max(0.0, until - time.monotonic())):
                     process.kill()
                     failures.append(f"rank {rank} hung")
                     continue
@@ -108,3 +144,15 @@ class Cluster:
             pipe.close()
             process.kill()
             process.join()
+
+
+def printed(function: Callable[..., Any], world: int, *arguments: Any) -> str:
+    """function(rank, *arguments) on new ranks, which make their own process group; what they wrote to stdout."""
+    with contextlib.closing(Cluster()) as fresh:
+        return "".join(fresh.run(_captured, world, function, arguments, timeout=0))
+
+
+def _captured(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        function(rank, *arguments)
+    return out.getvalue()

@@ -1,6 +1,11 @@
 """What all tests share."""
 
+import os
 from collections.abc import Iterator
+
+# One thread for every process, before torch counts the cores: on a busy machine the threads of a small operation
+# wait for one another longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

@@ -36,6 +36,13 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.exchange.gather import Gather as Gather
     from thinwire.exchange.hierarchical import Hierarchical as Hierarchical
     from thinwire.exchange.scatter_reduce import ScatterReduce as ScatterReduce
+    from thinwire.server.server import Server as Server
+    from thinwire.server.worker import Worker as Worker
+    from thinwire.tune.adaptive import Adaptive as Adaptive
+    from thinwire.tune.cost import Affine as Affine
+    from thinwire.tune.cost import Measured as Measured
+    from thinwire.tune.cost import Packets as Packets
+    from thinwire.tune.cost import Payload as Payload
 
 try:
     __version__ = metadata.version("thinwire")
@@ -67,9 +74,16 @@ _PUBLIC = {
     "Gather": "exchange.gather",
     "ScatterReduce": "exchange.scatter_reduce",
     "Hierarchical": "exchange.hierarchical",
+    "Adaptive": "tune.adaptive",
+    "Affine": "tune.cost",
+    "Measured": "tune.cost",
+    "Packets": "tune.cost",
+    "Payload": "tune.cost",
     "attach": "ddp.attach",
     "Link": "ddp.link",
     "merge_states": "ddp.states",
+    "Server": "server.server",
+    "Worker": "server.worker",
     "FrameError": "errors",
     "LinkError": "errors",
     "ThinwireError": "errors",

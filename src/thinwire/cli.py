@@ -12,10 +12,15 @@ import thinwire
 from thinwire.bench.commands import app as bench
 from thinwire.errors import ThinwireError
 from thinwire.lab.command import lab_command
+from thinwire.race.advise_command import advise_command
 from thinwire.race.race_command import race_command
+from thinwire.race.serve_command import serve_command
+from thinwire.race.simulate_command import app as simulate
 from thinwire.race.train_command import train_command
+from thinwire.race.work_command import work_command
 from thinwire.recipes.command import recipes
 from thinwire.report.command import report
+from thinwire.transport.command import app as keys
 
 app = typer.Typer(
     name="thinwire",
@@ -28,6 +33,8 @@ app = typer.Typer(
 app.command("lab", context_settings={"allow_interspersed_args": False})(lab_command)
 
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
+app.add_typer(simulate, name="simulate")
 
 # Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -50,7 +57,10 @@ def _root(
 
 
 app.command("race")(race_command)
+app.command("advise")(advise_command)
 app.command("train")(train_command)
+app.command("serve")(serve_command)
+app.command("work")(work_command)
 app.command()(recipes)
 app.command()(report)
 

@@ -20,6 +20,10 @@ class LinkError(ThinwireError, RuntimeError):
     """A link cannot be made, or broke: ranks disagree, a peer is gone, replicas differ."""
 
 
+class TransportError(ThinwireError, RuntimeError):
+    """A transport cannot be opened or used: the address, the keys, or the other side."""
+
+
 class RecipeError(ThinwireError):
     """A recipe is unknown, or its data is missing, truncated or corrupt."""
 

@@ -57,6 +57,15 @@ class Step:
     density: float = 1.0  # share of the gradient's entries that travelled
     residual_norm: float = 0.0
     rank: int = 0
+    # With a parameter server: two parts of `exchange`, and by layer what was waited for and how stale it was.
+    synchronise: float = 0.0
+    aggregate: float = 0.0
+    # Over udp: datagrams sent, those reported lost, and the sum of magnitudes that returned to the memory for them.
+    datagrams: int = 0
+    datagrams_lost: int = 0
+    restored: float = 0.0
+    waits: list[float] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:

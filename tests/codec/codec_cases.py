@@ -52,6 +52,7 @@ SELECTIONS: list[Selection] = [
     tw.StdDev(1.0, exact=True),
     tw.Dynamic(),
     tw.TopK(tw.Warmup([0.5, 0.1, 0.01], 1)),
+    tw.Adaptive(tw.Affine(1e-4, 1e8)),
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

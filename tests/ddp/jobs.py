@@ -67,7 +67,7 @@ def buckets_of(model: DDP) -> tuple[int, int]:
 Reached = dict[str | None, tuple[list[int], int, float]]
 
 
-def replicas(rank: int, codec: Any, exchange: Any, steps: int, buckets: int = 4) -> tuple[list[int], int, float]:
+def replicas(rank: int, codec: Any, exchange: Any, steps: int, buckets: int = 3) -> tuple[list[int], int, float]:
     """Train; return checksums, the number of buckets after the first step, and the accuracy."""
     model = make(buckets=buckets)
     link = tw.attach(model, codec, exchange=exchange)
@@ -81,11 +81,11 @@ def presets(rank: int, names: list[str], exchange: str, steps: int) -> dict[str,
     return {name: replicas(rank, name, exchange, steps) for name in names}
 
 
-def converge(rank: int, names: list[str | None], steps: int, rate: float = 0.2) -> Reached:
+def converge(rank: int, names: list[str | None], steps: int, rate: float) -> Reached:
     """As `replicas`, while the learning rate falls to zero; None stands for plain DDP."""
     reached: Reached = {}
     for name in names:
-        model = make()
+        model = make(buckets=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
         link = tw.attach(model, name, exchange="gather", optimizer=optimizer) if name else None

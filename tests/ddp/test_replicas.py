@@ -16,17 +16,17 @@ EXCHANGES = ["dense", "gather", "scatter-reduce", tw.Hierarchical(tw.ScatterRedu
 def test_replicas_are_bitwise_equal_for_every_exchange(cluster: Cluster, exchange: Any) -> None:
     results = cluster.run(jobs.replicas, 4, 0.05, exchange, 200)
     assert all(digest == results[0][0] for digest, _, _ in results)
-    assert results[0][1] == 4
+    assert results[0][1] == 3
     assert results[0][2] > 0.85
 
 
 def test_replicas_are_bitwise_equal_for_every_preset_scattered(cluster: Cluster) -> None:
     first, second = cluster.run(jobs.presets, 2, sorted(PRESETS), "scatter-reduce", 200)
     assert first == second
-    assert all(buckets == 4 for _, buckets, _ in first.values())
+    assert all(buckets == 3 for _, buckets, _ in first.values())
 
 
-@pytest.mark.parametrize("buckets", [1, 2, 3])
+@pytest.mark.parametrize("buckets", [1, 2, 4])
 @pytest.mark.parametrize("exchange", ["gather", "scatter-reduce"])
 def test_any_number_of_buckets(cluster: Cluster, exchange: str, buckets: int) -> None:
     results = cluster.run(jobs.replicas, 2, 0.05, exchange, 20, buckets)
@@ -57,16 +57,16 @@ def others(rank: int, exchange: str) -> dict[str, Any]:
 
 def test_every_preset_gathered_converges_to_the_dense_accuracy_on_equal_replicas(cluster: Cluster) -> None:
     quick: list[str | None] = [None, *(name for name in PRESETS if name not in ("dgc", "random1"))]
-    reached = cluster.run(jobs.converge, 2, quick, 300)
+    reached = cluster.run(jobs.converge, 2, quick, 240, 0.3)
     # Momentum 0.9 multiplies the rate by ten; a random 1 % needs 100 steps to touch every weight once.
-    for name, steps, rate in (("dgc", 300, 0.1), ("random1", 1000, 0.2)):
+    for name, steps, rate in (("dgc", 240, 0.1), ("random1", 700, 0.2)):
         for found, more in zip(reached, cluster.run(jobs.converge, 2, [name], steps, rate), strict=True):
             found.update(more)
     assert reached[0] == reached[1]
-    accuracies = {name: accuracy for name, (_, buckets, accuracy) in reached[0].items() if buckets == 4}
+    accuracies = {name: accuracy for name, (_, buckets, accuracy) in reached[0].items() if buckets == 3}
     assert accuracies.keys() == {None, *PRESETS}
     assert accuracies[None] > 0.93
-    assert {name: a for name, a in accuracies.items() if a < accuracies[None] - 0.03} == {}
+    assert {name: a for name, a in accuracies.items() if a < accuracies[None] - 0.04} == {}
 
 
 def test_small_buckets_are_exchanged_together(cluster: Cluster) -> None:

@@ -54,6 +54,7 @@ def from_rows(rows: Iterable[Row], n: int) -> list[Bar]:
         Bar("encode, exact TopK", 6.0, ratio("encode TopK exact"), "x the copy"),
         Bar("encode, StdDev", 3.5, ratio("encode StdDev"), "x the copy"),
         Bar("encode, Dynamic", 3.5, ratio("encode Dynamic"), "x the copy"),
+        Bar("encode, Adaptive", 1.5, ratio("encode Adaptive") / ratio("encode TopK"), "x sampled TopK"),
         Bar("decode and add one frame", 0.35, ratio("decode and add"), "x the copy"),
     ]
     for density in (0.1, 0.01, 0.001):

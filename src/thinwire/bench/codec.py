@@ -19,6 +19,8 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.codec.selection import Dynamic, Percentile, RandomK, Selection, StdDev, Threshold, TopK
 from thinwire.codec.values import Bits, Values
+from thinwire.tune.adaptive import Adaptive
+from thinwire.tune.cost import Affine
 
 DENSITIES = (0.1, 0.01, 0.001)
 
@@ -101,6 +103,8 @@ def selections(stage: Stage, density: float) -> dict[str, Selection]:
         "StdDev": StdDev(value / float(x.double().std(correction=0))),
         "Dynamic": Dynamic(density, density),
         "RandomK": RandomK(density),
+        # The whole rule is computed; its bounds then pin the density that the row is about.
+        "Adaptive": Adaptive(Affine(0.01, 1e8), floor=density, start=density, ceiling=density),
     }
 
 
@@ -166,7 +170,7 @@ def two_bit_row(gradient: Tensor, density: float) -> Row:
 
 def steps_of(n: int) -> int:
     """How many rows a size has, for the progress bar."""
-    return len(DENSITIES) * 11 + 1
+    return len(DENSITIES) * 12 + 1
 
 
 def rows_of(n: int, seconds: float) -> Iterator[Row]:

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from thinwire.bench.advice import advice_command
 from thinwire.bench.ddp import ddp_command
+from thinwire.bench.server import server_command
+from thinwire.bench.udp import udp_command
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
@@ -35,3 +38,6 @@ def codec(
 
 
 app.command("ddp")(ddp_command)
+app.command("advice")(advice_command)
+app.command("server")(server_command)
+app.command("udp")(udp_command)

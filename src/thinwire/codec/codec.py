@@ -240,6 +240,11 @@ class Codec:
         """The memory's tensors of one parameter, flat; empty before its first encode."""
         return self._slots.get(name, {})
 
+    @property
+    def learned(self) -> dict[str, dict[str, float]]:
+        """What the selection remembers, by the first parameter of each group."""
+        return self._learned
+
     def give_back(self, name: str, positions: Tensor, values: Tensor) -> None:
         """Put entries back into the memory that were sent and did not count, or that another rank's memory lost."""
         residual = self._slots.get(name, {}).get("residual")
@@ -257,8 +262,7 @@ class Codec:
         for name in self._slots if names is None else names:
             for tensor in self._slots.get(name, {}).values():
                 tensor.mul_(factor)
-            for key in self._learned.get(name, {}):
-                self._learned[name][key] *= factor
+            self.selection.rescale(factor, self._learned.get(name, {}))
 
     def state_dict(self) -> State:
         """Plain tensors and numbers by parameter name, loadable with `torch.load(weights_only=True)`."""

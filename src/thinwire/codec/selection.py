@@ -51,6 +51,11 @@ class Selection(ABC):
     def learn(self, selected: int, magnitudes: float, state: dict[str, float]) -> None:
         """What became of the cut: entries selected and the sum of their magnitudes."""
 
+    def rescale(self, factor: float, state: dict[str, float]) -> None:
+        """The unit of the gradients changed: what is remembered is in that unit, unless a selection says otherwise."""
+        for key in state:
+            state[key] *= factor
+
     def expected(self, n: int, step: int) -> int:
         """Entries that n elements are expected to yield; n where nothing is known."""
         return n

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 # The largest float32: a memory must never hold an infinity.
 MOST = torch.finfo(torch.float32).max
+
+# Bins of a histogram: the exponent and six bits of the fraction, as native/histogram.hpp has them.
+_BIN_SHIFT = 17
 
 # Above this many elements an exact order statistic narrows the search with a sample first.
 _LARGE = 1 << 14
@@ -42,6 +47,16 @@ class Moments:
             return 0.0
         mean = self.sum / self.count
         return float(max(self.squares / self.count - mean * mean, 0.0) ** 0.5)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Magnitudes of a sample in narrow bins from the largest down; bins that hold nothing, and zeros, are left out."""
+
+    taken: int  # elements of the sample, zeros included
+    counts: npt.NDArray[np.float64]
+    low: npt.NDArray[np.float64]  # each bin's smallest magnitude
+    high: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,10 @@ class Group(ABC):
         """Moments of about `wanted` sampled elements, or of all."""
 
     @abstractmethod
+    def histogram(self, wanted: int, seed: int) -> Histogram:
+        """The magnitudes of about `wanted` sampled elements, or of all, in bins about 1 % wide."""
+
+    @abstractmethod
     def order_statistic(self, rank: int) -> tuple[float, int, int]:
         """The magnitude of a rank (0 = largest), exactly, how many are greater and how many are equal."""
 
@@ -130,6 +149,12 @@ class NativeGroup(Group):
             for j, part in enumerate(_native.moments(vector.described, share, _native.mix(seed + i))):
                 total[j] += part
         return Moments(int(total[0]), *total[1:])
+
+    def histogram(self, wanted: int, seed: int) -> Histogram:
+        rows = torch.empty(min(self.n, _native.BINS) + 1, 3, dtype=torch.float64)
+        taken, bins = _native.histogram([v.described for v in self.vectors], wanted, seed, rows.data_ptr())
+        counts, low, high = rows[:bins].numpy().T
+        return Histogram(taken, counts, low, high)
 
     def order_statistic(self, rank: int) -> tuple[float, int, int]:
         self.settle()
@@ -180,6 +205,19 @@ class TorchGroup(Group):
     def moments(self, wanted: int, seed: int) -> Moments:
         x = self._sample(wanted, seed).double()
         return Moments(x.numel(), float(x.sum()), float(x.square().sum()), float(x.abs().sum()))
+
+    def histogram(self, wanted: int, seed: int) -> Histogram:
+        magnitudes = self._sample(wanted, seed).abs()
+        places = magnitudes.view(torch.int32).long() >> _BIN_SHIFT
+        # Everything so small that it adds nothing shares the first bin, which is left out.
+        bottom = max(int(places.max()) - _native.BINS, 0) if len(places) else 0
+        places = places.clamp(min=bottom) - bottom
+        counts = torch.bincount(places, minlength=_native.BINS + 1)
+        low = torch.full_like(counts, torch.inf, dtype=torch.float32).scatter_reduce_(0, places, magnitudes, "amin")
+        high = torch.zeros_like(counts, dtype=torch.float32).scatter_reduce_(0, places, magnitudes, "amax")
+        used = counts[1:].nonzero().flatten().flip(0) + 1
+        parts = [t[used].double().cpu().numpy() for t in (counts, low, high)]
+        return Histogram(len(magnitudes), *parts)
 
     def order_statistic(self, rank: int) -> tuple[float, int, int]:
         self.settle()

@@ -100,12 +100,26 @@ class SentEntries:
         self._gone: list[tuple[int, int]] = []
 
     def put(
-        self, writer: _native.Writer, place: Place, n: int, low: int, high: int, cut: Cut | Strata | None = None
+        self,
+        writer: _native.Writer,
+        place: Place,
+        n: int,
+        low: int,
+        high: int,
+        cut: Cut | Strata | None = None,
+        *,
+        base: int = 0,
     ) -> int:
-        """Write the entries [low, high) as a section of n elements; returns how many found room."""
+        """Write the entries [low, high) as a section of n elements; returns how many found room.
+
+        Positions count from `base`.
+        """
+        positions = self._entries.positions[low:high]
+        if base:
+            positions = positions - base
         count = writer.add_entries(
             place.section,
-            self._entries.positions.data_ptr() + 8 * low,
+            positions.data_ptr(),
             self._entries.values.data_ptr() + 4 * low,
             high - low,
             n,

@@ -22,16 +22,21 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.codec.codec import Codec
 from thinwire.codec.memory import MomentumResidual
-from thinwire.codec.presets import codec_for
 from thinwire.codec.vectors import DTYPES
+from thinwire.ddp.agreeing import Agreement
 from thinwire.ddp.buckets import Job
 from thinwire.ddp.link import Link
+from thinwire.ddp.pilot import FIRST, Pilot
 from thinwire.ddp.units import UnitWatch
 from thinwire.errors import LinkError
 from thinwire.exchange.agree import agreed
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import NAMES, choose_exchange
+from thinwire.exchange.scatter_reduce import ScatterReduce
+from thinwire.tune.adaptive import Adaptive
+from thinwire.tune.cost import Measured
+from thinwire.tune.presets import any_codec_for
 
 _log = logging.getLogger("thinwire")
 
@@ -41,6 +46,7 @@ class _Dispatcher:
 
     def __init__(self, model: DistributedDataParallel, names: dict[int, str]) -> None:
         self.link: Link | None = None
+        self.pilot: Pilot | None = None
         self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
@@ -51,12 +57,43 @@ class _Dispatcher:
             return self._all_reduce(buffer)
         if self.on_last_bucket is not None and bucket.is_last():
             self.on_last_bucket()
-        gradients = {
-            self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        }
+        if self.pilot is not None and self._piloted(self.pilot, bucket):
+            if begins:
+                link.units.factors()  # nothing is held back that would have to follow
+            return self._straight(self.pilot, buffer, bucket.is_last())
         factors = link.units.factors() if begins else {}
-        job = Job(buffer, gradients, bucket.is_last(), begins, factors, _ready(buffer))
-        return link.submit(job).then(_unwrap)
+        job = Job(buffer, self._gradients(bucket), bucket.is_last(), begins, factors, _ready(buffer))
+        ends = self.pilot is not None and bucket.is_last()
+        return link.submit(job).then(self._ended if ends else _unwrap)
+
+    def _gradients(self, bucket: dist.GradBucket) -> dict[str, Tensor]:  # type: ignore[name-defined]
+        return {self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+
+    def _piloted(self, pilot: Pilot, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
+        """Let the pilot see a bucket; whether it goes past the link."""
+        if bucket.index() == 0:
+            pilot.begin_step()
+        if pilot.sampling:
+            pilot.sample(self._gradients(bucket))
+        pilot.filled(bucket.buffer().numel())
+        return pilot.width > 0
+
+    def _straight(self, pilot: Pilot, buffer: Tensor, last: bool) -> torch.futures.Future[torch.Tensor]:
+        future = self._all_reduce(buffer) if pilot.width == 4 else self._all_reduce_half(buffer)
+        return future.then(self._ended) if last else future
+
+    def _ended(self, future: torch.futures.Future[Any]) -> Tensor:
+        if self.pilot is not None:
+            self.pilot.ended()
+        return _unwrap(future)
+
+    def _all_reduce_half(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+        """The same in 16 bits, as torch's fp16_compress_hook has it."""
+        half = buffer.to(torch.float16).div_(self._group.size())
+        work = dist.all_reduce(half, group=self._group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: buffer.copy_(half))
+        return future
 
     def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
         """What DDP does without a hook, to the bit: multiplied, not divided."""
@@ -69,7 +106,7 @@ class _Dispatcher:
     def release(self, link: Link) -> None:
         """Forget a link, if it is still the one that is attached."""
         if self.link is link:
-            self.link = None
+            self.link = self.pilot = None
 
 
 def _unwrap(future: torch.futures.Future[Any]) -> Tensor:
@@ -103,7 +140,8 @@ def attach(
 ) -> Link:
     """Compress a DDP model's gradients from the next backward pass on. Call it on all ranks.
 
-    codec: a density, a Codec, or a preset's name ("percentile90", "dgc", "2bit", ...).
+    codec: a density, a Codec, a preset's name ("percentile90", "dgc", "adaptive", ...), or "auto", which measures
+        model and network in the first steps, takes what is fastest, and changes it when the network changes.
     exchange: an Exchange, "dense", "gather" or "scatter-reduce"; by default chosen from sizes and ranks.
     optimizer: keeps the memory consistent when its learning rates change.
     scaler: a GradScaler; keeps the memory consistent when the loss scale changes.
@@ -119,12 +157,16 @@ def attach(
     limit = datetime.timedelta(seconds=timeout) if timeout is not None else _timeout(ddp.process_group)
     channel = Channel(_new_group(ddp.process_group, None, limit), device)
 
+    auto = codec == "auto"
+
     def prepare() -> _Plan:
-        made = codec_for(codec)
+        if auto and exchange is not None:
+            raise ValueError('"auto" chooses the exchange itself: leave exchange out, or name a codec')
+        made = any_codec_for(FIRST.density if auto else codec)
         _check_model(ddp, parameters)
         _check_momentum(made, optimizer)
         sizes = {name: p.numel() for name, p in parameters.items()}
-        chosen, why = _exchange(exchange, made, sizes, channel.world)
+        chosen, why = _exchange(FIRST.exchange if auto else exchange, made, sizes, channel.world)
         return _Plan(_dispatcher(ddp, parameters), made, chosen, why, sizes)
 
     def describe(plan: _Plan) -> dict[str, Any]:
@@ -138,6 +180,7 @@ def attach(
         ]
 
     plan = agreed(channel, prepare, describe)
+    agreement = _agreement(plan, channel)
     plan.exchange.setup(channel, plan.codec, plan.sizes, groups)
     link = Link(
         parameters,
@@ -148,8 +191,10 @@ def attach(
         check_every=check_every,
         units=UnitWatch(parameters, optimizer, scaler),
         on_detach=plan.dispatcher.release,
+        on_step=agreement.end_step if agreement is not None else None,
     )
     plan.dispatcher.link = link
+    plan.dispatcher.pilot = Pilot(link, channel, plan.sizes, groups) if auto else None
     plan.dispatcher.on_last_bucket = on_last_bucket
     if channel.rank == 0:
         _log.info("%r attached; %s", link, plan.why)
@@ -165,6 +210,18 @@ class _Plan:
     exchange: Exchange
     why: str
     sizes: dict[str, int]
+
+
+def _agreement(plan: _Plan, channel: Channel) -> Agreement | None:
+    """What an adaptive selection needs to know of the model and of the other ranks; None for all others."""
+    selection = plan.codec.selection
+    if not isinstance(selection, Adaptive):
+        return None
+    selection = selection.within(bits=plan.codec.values.bits, elements=sum(plan.sizes.values()), seed=channel.rank)
+    plan.codec.selection = selection
+    if selection.agree is None and not isinstance(selection.cost, Measured):
+        return None
+    return Agreement(selection, channel, plan.sizes, scattered=isinstance(plan.exchange, ScatterReduce))
 
 
 def _checked(model: nn.Module) -> DistributedDataParallel:

@@ -22,7 +22,7 @@ from thinwire.codec.codec import Codec
 from thinwire.ddp.buckets import Job, Opened, all_zero
 from thinwire.ddp.replicas import check_replicas, gather_reasons
 from thinwire.ddp.states import load_link_state, mean_link_state, without_strangers
-from thinwire.ddp.stats import Stats
+from thinwire.ddp.stats import Counters, Stats
 from thinwire.ddp.units import UnitWatch
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
@@ -48,6 +48,7 @@ class Link:
         check_every: int = 0,
         units: UnitWatch | None = None,
         on_detach: Callable[["Link"], None] = lambda link: None,
+        on_step: Callable[[Codec, Counters], None] | None = None,
     ) -> None:
         self.codec = codec
         self.exchange = exchange
@@ -58,6 +59,7 @@ class Link:
         self._channel = channel
         self._check_every = check_every
         self._on_detach = on_detach
+        self._on_step = on_step  # called by the link's thread, which may use the channel
         self._stats = Stats()
         self._outcomes: list[Outcome] = []
         self._spoiled = False  # whether the step under way will be skipped
@@ -188,6 +190,21 @@ class Link:
         self._groups_before = list(self._groups_now)
         self.step += 1
         self._stats.end_step(self.exchange.channels())
+        if self._on_step is not None:
+            self._on_step(self.codec, self._stats.last)
+
+    def passed(self, elements: int, volume: int) -> None:
+        """Count a step whose gradients went by all-reduce, past the link; nothing is held back meanwhile."""
+        self._stats.straight(elements, volume)
+        self._stats.end_step(self.exchange.channels())
+        self.step += 1
+        if self._check_every and self.step % self._check_every == 0:
+            check_replicas(self._channel, self._parameters, self.step)
+
+    @property
+    def last_step(self) -> Counters:
+        """What the last step counted."""
+        return self._stats.last
 
     def wait(self) -> None:
         """Return when no bucket is under way."""

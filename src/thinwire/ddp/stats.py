@@ -51,6 +51,13 @@ class Stats:
         now.decode += outcome.decode
         self.per_parameter.update(outcome.counts)
 
+    def straight(self, elements: int, volume: int) -> None:
+        """A step whose gradients went by all-reduce, past the link."""
+        self._now.entries += elements
+        self._now.elements += elements
+        self._now.bytes_sent += volume
+        self._now.bytes_received += volume
+
     def spent(self, cpu: float) -> None:
         """Seconds that the link's thread computed, collectives included; they are taken off in the end."""
         self._now.cpu += cpu
@@ -64,7 +71,8 @@ class Stats:
             sum(c.cpu for c in channels),
         )
         now = self._now
-        now.bytes_sent, now.bytes_received = seen[0] - self._seen[0], seen[1] - self._seen[1]
+        now.bytes_sent += seen[0] - self._seen[0]
+        now.bytes_received += seen[1] - self._seen[1]
         now.exchange = seen[2] - self._seen[2]
         now.cpu -= seen[3] - self._seen[3]
         self._seen = seen

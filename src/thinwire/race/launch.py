@@ -6,14 +6,12 @@ Both ways the same environment, the same lines back, and nothing left behind.
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 
 from thinwire.errors import ThinwireError
 from thinwire.lab import Lab
 from thinwire.lab.check import check, ready
 from thinwire.lab.launching import PIPED, Launch
-from thinwire.race.worker import Work
 
 
 class WorkFailed(ThinwireError):
@@ -30,9 +28,10 @@ def require_lab_for(rate: str) -> None:
         )
 
 
-def launch(work: Work, workers: int, rate: str | None, output: Callable[[int, str], None]) -> None:
-    """Run the work to its end, each worker's lines going to `output`."""
-    argv = [sys.executable, "-m", "thinwire.race.worker", work.to_json()]
+def launch(
+    argv: list[str], workers: int, rate: str | None, output: Callable[[int, str], None], *, loss: str | None = None
+) -> None:
+    """Run a command to its end as so many workers, each one's lines going to `output`; loss is the lab's."""
     told: list[str] = []
 
     def read(host: int, line: str) -> None:
@@ -42,7 +41,7 @@ def launch(work: Work, workers: int, rate: str | None, output: Callable[[int, st
 
     if rate is not None:
         require_lab_for(rate)
-        with Lab(workers, rate=rate) as lab:
+        with Lab(workers, rate=rate, loss=loss) as lab:
             result = lab.run(argv, output=read)
         failure, last = result.failure, _last_words(list(result.hosts[0].lines))
     else:

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.codec.presets import PRESETS, codec_for
+from thinwire.codec.memory import MomentumResidual
+from thinwire.codec.presets import PRESETS
 from thinwire.ddp.attach import attach
 from thinwire.ddp.link import Link
+from thinwire.tune.presets import TUNED, any_codec_for
 
 BASELINES = {
     "infinite": "an infinite network: one number a bucket is exchanged, the gradients are not",
@@ -27,19 +29,26 @@ BASELINES = {
 
 def check_method(name: str) -> None:
     """ValueError if there is no method of this name."""
-    if name in BASELINES or name in PRESETS:
+    if name in BASELINES or name in PRESETS or name in TUNED or name == "auto":
         return
     base = name.split("+")[0]
     try:
-        codec_for(base)
+        any_codec_for(base)
     except ValueError:
-        known = ", ".join([*BASELINES, *PRESETS])
+        known = ", ".join([*BASELINES, *PRESETS, *TUNED, "auto"])
         raise ValueError(f"there is no method {name!r}; there are {known}, or a density such as 0.01") from None
 
 
 def single_bucket(name: str) -> bool:
     """Whether the method needs all gradients in one bucket (torch's PowerSGD fails with two on Gloo)."""
     return name == "powersgd"
+
+
+def applies_momentum(name: str) -> bool:
+    """Whether the method applies momentum before sending, so that the optimizer must not."""
+    if name in BASELINES or name == "auto":
+        return False
+    return isinstance(any_codec_for(name.split("+")[0]).memory, MomentumResidual)
 
 
 class BackwardClock:

@@ -131,7 +131,7 @@ def run_race(recipe: Recipe, work: Work, place: Field, logs: Path, watch: Watch)
             watch(number, event)
 
     try:
-        launch(work, place.hosts, place.rate, read)
+        launch(work.command(), place.hosts, place.rate, read)
     finally:
         for writer in writers:
             if writer.log.end is None and writer.log.steps:

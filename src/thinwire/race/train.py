@@ -80,7 +80,7 @@ def run_training(training: Training) -> str:
             if isinstance(event, str) or getattr(event, "rank", 0) == 0:
                 live.watch(0, event)
 
-        launch(training.work, training.place.hosts, training.place.rate, read)
+        launch(training.work.command(), training.place.hosts, training.place.rate, read)
     return training.summary(log, time.monotonic() - began)
 
 

@@ -31,22 +31,41 @@ def train_command(
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints, at every evaluation.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard, too.")] = None,
+    server: Annotated[bool, typer.Option("--server", help="With a parameter server, on one host more.")] = False,
+    mode: Annotated[str, typer.Option(help="Of the server: bsp, ssp or async.")] = "bsp",
+    bound: Annotated[int, typer.Option(min=0, help="With ssp: steps that workers may be apart.")] = 3,
+    pull: Annotated[str | None, typer.Option(help="Codec of the server's way back; default: --compress.")] = None,
+    reduce: Annotated[str, typer.Option(help="The server's: mean or sum.")] = "mean",
+    policy: Annotated[str, typer.Option(help="Of requests: fifo, filo, stalest or forward.")] = "forward",
+    transport: Annotated[str, typer.Option(help="To the server: tcp or udp; mpi under mpirun.")] = "tcp",
+    on_loss: Annotated[str, typer.Option(help="With udp, of lost gradients: restore or ignore.")] = "restore",
+    mtu: Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; default 1400.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Share of packets lost, in the lab: 5%.")] = None,
 ) -> None:
     """Train a recipe with compressed gradients."""
     from thinwire.race.checkpoints import open_folder
     from thinwire.race.methods import check_method
     from thinwire.race.plans import make_plan, rate_or_none
     from thinwire.race.race import Field
+    from thinwire.race.served import Terms, check_terms
+    from thinwire.race.served_process import Served
     from thinwire.race.train import Training, run_as_worker, run_training
+    from thinwire.race.train_served import ServedTraining
     from thinwire.race.worker import Work
     from thinwire.recipes import get_recipe
 
-    check_method(compress)
+    terms = check_terms(compress, pull, mode, reduce, policy, transport, on_loss, mtu) if server else {}
+    if not server:
+        check_method(compress)
+    if transport not in ("tcp", "udp", "mpi") or (transport != "tcp" and not server):
+        raise ValueError("--transport is tcp, udp or mpi, and the last two go with --server")
+    if loss is not None and (not server or rate is None or transport == "mpi"):
+        raise ValueError("--loss goes with --server and --rate: packets are lost in the lab")
     if resume and checkpoint is None:
         raise ValueError("--resume needs --checkpoint, the folder to go on from")
     if checkpoint is not None:
         open_folder(checkpoint)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not server:
         workers = int(os.environ.get("WORLD_SIZE", "1"))
     made = get_recipe(recipe)
     plan = make_plan(
@@ -62,15 +81,22 @@ def train_command(
         checkpoint=checkpoint,
         resume=resume,
     )
-    work = Work(recipe, data, ((compress, seed),), plan)
     place = Field(workers, rate_or_none(rate), shlex.join(["thinwire", *sys.argv[1:]]))
     date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     path = events if events is not None else Path("runs") / f"{made.name}-{compress}-{date}.jsonl"
-    training = Training(made, work, place, path, tensorboard)
-    if "RANK" in os.environ:
-        run_as_worker(training)
-        return
-    end = run_training(training)
+    if server:
+        agreed = Served(recipe, data, Terms(plan, seed, workers, bound=bound, **terms))
+        served = ServedTraining(made, agreed, place, path, loss)
+        said = served.run_under_mpi() if transport == "mpi" else served.run()
+        if said is None:
+            return
+        end = said
+    else:
+        training = Training(made, Work(recipe, data, ((compress, seed),), plan), place, path, tensorboard)
+        if "RANK" in os.environ:
+            run_as_worker(training)
+            return
+        end = run_training(training)
     console = Console()
     console.print(end, highlight=False)
     console.print(f"The log is {path}; thinwire report {path} -o page.html makes a page of it.", highlight=False)

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.codec.memory import MomentumResidual
-from thinwire.codec.presets import codec_for
 from thinwire.events import Eval, Event, Histogram, Step
 from thinwire.observe import gradient_histogram
 from thinwire.race.checkpoints import Checkpoint
 from thinwire.race.counting import TrafficMeter, ring_bytes
-from thinwire.race.methods import BASELINES, BackwardClock, apply_method, single_bucket
+from thinwire.race.methods import BackwardClock, applies_momentum, apply_method, single_bucket
 from thinwire.recipes.recipe import DataOrder, Recipe, Splits
 
 Emit = Callable[[Event], None]
@@ -53,7 +51,7 @@ class Training:
             recipe.build(seed), bucket_cap_mb=1000.0 if single_bucket(method) else 25.0
         )
         # DGC applies the momentum before sending: the optimizer must not apply it again.
-        ours = method not in BASELINES and isinstance(codec_for(method.split("+")[0]).memory, MomentumResidual)
+        ours = applies_momentum(method)
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
         self.clock = BackwardClock()
         self.link = apply_method(self.model, method, clock=self.clock)

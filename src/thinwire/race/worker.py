@@ -34,6 +34,10 @@ class Work:
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
 
+    def command(self) -> list[str]:
+        """What runs this work as one rank."""
+        return [sys.executable, "-m", "thinwire.race.worker", self.to_json()]
+
     @classmethod
     def from_json(cls, text: str) -> "Work":
         raw: dict[str, Any] = json.loads(text)

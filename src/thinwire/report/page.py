@@ -1,20 +1,13 @@
 """Write the page: text, table, figures and plotly.js in one HTML file that needs no network."""
 
-import json
-import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from html import escape
-from importlib import resources
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from thinwire.errors import LogError
 from thinwire.events import RunLog
 from thinwire.report.figures import figures
+from thinwire.report.markup import Row, fill, replace_file
 from thinwire.report.summary import MethodSummary, headline, show_metric, summarise
-
-Row = Mapping[str, str]
 
 
 def write_report(
@@ -34,7 +27,8 @@ def write_report(
         raise LogError("a report needs at least one event log.")
     run = logs[0].run
     summaries = summarise(logs)
-    page = _page(
+    page = fill(
+        "page",
         title=title or f"{run.recipe}: {run.workers} hosts at {run.rate}",
         verdict=verdict or headline(summaries, metric=run.metric, target=run.target),
         facts=_facts(logs),
@@ -42,7 +36,7 @@ def write_report(
         runs=_runs(logs),
         data=figures(logs),
     )
-    _replace(path, page)
+    replace_file(path, page)
 
 
 def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row]:
@@ -103,59 +97,3 @@ def _runs(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
         ("Logs", dict.fromkeys(log.path.name for log in logs if log.path)),
     )
     return [(label, "\n".join(filter(None, values))) for label, values in labels if any(values)]
-
-
-def _page(
-    *,
-    title: str,
-    verdict: str,
-    facts: Sequence[tuple[str, str]],
-    table: Sequence[Row],
-    runs: Sequence[tuple[str, str]],
-    data: Mapping[str, Any],
-) -> str:
-    from plotly.offline import get_plotlyjs
-
-    here = resources.files("thinwire.report")
-    facts_html = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
-    runs_html = "".join(f"<dt>{escape(k)}</dt><dd><pre>{escape(v)}</pre></dd>" for k, v in runs)
-    parts = {
-        "TITLE": escape(title),
-        "VERDICT": escape(verdict),
-        "FACTS": facts_html,
-        "TABLE": _table(table),
-        "RUNS": runs_html,
-        "STYLE": (here / "page.css").read_text(encoding="utf-8"),
-        # A log is foreign text: without "<" it cannot end the script element that holds it.
-        "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
-        "SCRIPT": (here / "page.js").read_text(encoding="utf-8"),
-        "PLOTLY": get_plotlyjs(),
-    }
-    template = (here / "page.html").read_text(encoding="utf-8")
-    pieces = template.split("@@")  # text and names take turns, so nothing inserted is searched again
-    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
-
-
-def _table(rows: Sequence[Row]) -> str:
-    if not rows:
-        return ""
-    headings = list(rows[0])
-    head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in headings)
-    body = ""
-    for row in rows:
-        first, *rest = headings
-        cells = "".join(f'<td data-label="{escape(h)}">{escape(row.get(h, "–"))}</td>' for h in rest)
-        method = escape(row.get(first, ""))
-        body += f'<tr><th scope=row data-method="{method}">{method}</th>{cells}</tr>'
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write the whole page or nothing."""
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as out:
-            out.write(text)
-        os.chmod(out.name, 0o644)
-        os.replace(out.name, path)
-    except OSError as error:
-        raise LogError(f"cannot write the report {path} ({error.strerror}): choose another place.") from error

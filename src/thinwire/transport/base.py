@@ -4,7 +4,7 @@ A message is a few buffers that arrive together, whole, and in the order in whic
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 Buffer = bytes | bytearray | memoryview
 Parts = list[memoryview]
@@ -15,7 +15,14 @@ LARGEST = 1 << 28
 
 
 class Listener(ABC):
-    """The server's side: many peers. Used by one thread, except `wake`."""
+    """The server's side: many peers. Used by one thread, except `wake`.
+
+    Where `piece_bytes` is not None, `send_pieces` sends a message whose body may arrive in part.
+    """
+
+    piece_bytes: int | None = None
+    # Told which pieces of a message were lost: the peer, the ticket, and the pieces.
+    on_report: Callable[[Peer, int, frozenset[int]], None] = staticmethod(lambda peer, ticket, lost: None)
 
     @property
     @abstractmethod
@@ -29,6 +36,17 @@ class Listener(ABC):
     @abstractmethod
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
         """Queue a message without waiting; False if the peer is not reachable now. Buffers must not change after."""
+
+    def send_pieces(self, peer: Peer, head: bytes, pieces: Sequence[Buffer]) -> int | None:
+        """Queue a message in pieces of at most `piece_bytes`, to arrive as head and `pieces.pack`.
+
+        Returns its ticket, for the report; None if all of it will arrive.
+        """
+        raise NotImplementedError
+
+    def figures(self, peer: Peer) -> dict[str, float]:
+        """What the transport knows of the way to a peer, for people."""
+        return {}
 
     @abstractmethod
     def forget(self, peer: Peer) -> None:
@@ -44,7 +62,10 @@ class Listener(ABC):
 
 
 class Connection(ABC):
-    """A worker's side: one server. Used by one thread, except `wake`. Reconnects by itself."""
+    """A worker's side: one server. Used by one thread, except `wake`. Reconnects by itself. Pieces: as a listener's."""
+
+    piece_bytes: int | None = None
+    on_report: Callable[[int, frozenset[int]], None] = staticmethod(lambda ticket, lost: None)
 
     @abstractmethod
     def poll(self, timeout: float) -> list[Parts]:
@@ -53,6 +74,14 @@ class Connection(ABC):
     @abstractmethod
     def send(self, parts: Sequence[Buffer]) -> None:
         """Queue a message without waiting. Buffers must not change after."""
+
+    def send_pieces(self, head: bytes, pieces: Sequence[Buffer]) -> int | None:
+        """As a listener's."""
+        raise NotImplementedError
+
+    def figures(self) -> dict[str, float]:
+        """What the transport knows of the way to the server, for people."""
+        return {}
 
     @abstractmethod
     def wake(self) -> None:

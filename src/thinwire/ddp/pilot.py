@@ -1,0 +1,212 @@
+"""Pilot: flies a link that was attached with "auto": measures, decides with all ranks, changes the setting.
+
+It starts with 1 % by gather, which is cheap on every network, and decides after a few steps. Where dense or fp16 is
+chosen, buckets go straight to the process group as without thinwire; every few steps the ranks compare how long they
+waited, and probe the network again when that has changed.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.codec.selection import TopK
+from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
+from thinwire.ddp.link import Link
+from thinwire.ddp.probe import probe_network, share
+from thinwire.exchange.agree import gather_json
+from thinwire.exchange.base import Groups
+from thinwire.exchange.channel import Channel
+from thinwire.exchange.choose import NAMES
+from thinwire.tune.auto import Decision, Policy, Watch, decide
+from thinwire.tune.forecast import DENSITIES, Setting, Workload
+from thinwire.tune.law import Law
+
+_log = logging.getLogger("thinwire")
+
+FIRST = Setting("0.01", "gather", density=0.01)
+WARM = 2  # steps that are not measured: buckets are rebuilt, sizes are guesses
+MEASURED = 4  # steps before the first decision
+LOOK = 10  # steps between two looks at the waiting times
+AGAIN = 10  # looks after which a compressed link probes anyway: a network that became fast does not show otherwise
+_SAMPLE = 1 << 16
+
+
+@dataclass
+class _Step:
+    """One step's times on this rank."""
+
+    began: float
+    buckets: list[int] = field(default_factory=list)
+    filled: list[float] = field(default_factory=list)
+    ended: float = 0.0
+
+    @property
+    def wait(self) -> float:
+        return max(self.ended - self.filled[-1], 0.0) if self.filled else 0.0
+
+
+class Pilot:
+    """All ranks call the same methods at the same steps, and decide alike."""
+
+    probe = staticmethod(probe_network)  # tests bring a weather of their own
+
+    def __init__(
+        self, link: Link, channel: Channel, sizes: Mapping[str, int], groups: Groups, policy: Policy | None = None
+    ) -> None:
+        self.setting = FIRST
+        self.width = 0  # bytes an element in an all-reduce of its own; 0: buckets go to the link
+        self.decisions: list[Decision] = []
+        self._link, self._channel, self._sizes, self._groups = link, channel, sizes, groups
+        self._policy = policy if policy is not None else Policy()
+        self._watch = Watch()
+        self._count, self._looks = 0, 0
+        self._now: _Step | None = None
+        self._waits: list[float] = []
+        self._periods: list[float] = []
+        self._codec: list[tuple[float, float]] = []  # seconds of encoding and of reading one frame
+        self._squares = [0.0] * (len(DENSITIES) + 1)  # carried at each density, and all
+        self._alpha: dict[float, float] = dict.fromkeys(DENSITIES, 1.0)
+
+    # What the hook calls
+
+    def begin_step(self) -> None:
+        """Before a step's first bucket: nothing of this link is under way anywhere on this rank."""
+        self._link.wait()
+        self._close(time.perf_counter())
+        if self._channel.world > 1:
+            first = WARM + MEASURED
+            if self._count == first or (self._count > first and (self._count - first) % LOOK == 0):
+                self._look()
+        self._settle()
+        self._count += 1
+        if self.sampling:
+            self._squares = [0.0] * len(self._squares)
+        self._now = _Step(time.perf_counter())
+
+    @property
+    def sampling(self) -> bool:
+        """Whether this step's gradients are looked at: in the step before a decision may be needed."""
+        return self._count == WARM + MEASURED or (self._count > WARM + MEASURED and self._count % (5 * LOOK) == 0)
+
+    def filled(self, elements: int) -> None:
+        """A bucket is full."""
+        assert self._now is not None
+        self._now.buckets.append(elements)
+        self._now.filled.append(time.perf_counter())
+
+    def ended(self) -> None:
+        """The step's last bucket holds the mean."""
+        if self._now is not None:
+            self._now.ended = time.perf_counter()
+
+    def sample(self, gradients: Mapping[str, Tensor]) -> None:
+        """Take the law of a bucket's large tensors, memory included."""
+        for name, gradient in gradients.items():
+            if gradient.numel() < self._link.codec.min_numel:
+                continue
+            vector = Vector(gradient.detach(), self._link.codec.held(name).get("residual"), 1.0, None, None)
+            make = NativeGroup if gradient.device.type == "cpu" else TorchGroup
+            law = Law(make([vector]).histogram(_SAMPLE, self._count), vector.n)
+            if law.empty or not np.isfinite(law.squares[-1]):
+                continue
+            shares = law.alpha(np.array(DENSITIES) * law.n)
+            for place, share_of in enumerate([*shares, 1.0]):
+                self._squares[place] += float(share_of * law.squares[-1])
+
+    # What follows from it
+
+    def _close(self, now: float) -> None:
+        """Note the step before."""
+        step = self._now
+        if step is None or not step.filled:
+            return
+        if self.width:
+            world, elements = self._channel.world, sum(step.buckets)
+            self._link.passed(elements, 2 * self.width * elements * (world - 1) // world)
+        if self._count > WARM:
+            self._waits.append(step.wait)
+            self._periods.append(now - step.began)
+            if not self.width and self.setting.compressed:
+                last = self._link.last_step
+                self._codec.append((last.compress, last.decode / max(self._channel.world, 1)))
+
+    def _look(self) -> None:
+        """Compare the waiting times of all ranks, and decide if there is a reason to."""
+        rows = share(self._channel, [statistics.median(self._waits), statistics.median(self._periods)])
+        # Who comes last waits for nobody: the shortest wait is the network's own time.
+        wait, period = min(row[0] for row in rows), max(row[1] for row in rows)
+        self._looks += 1
+        due = not self.decisions or (self.setting.compressed and self._looks % AGAIN == 0)
+        if self._watch.suspicious([wait], period) or due:
+            self._decide(period - wait)
+        self._waits.clear()
+        self._periods.clear()
+
+    def _decide(self, compute: float) -> None:
+        network = self.probe(self._channel)
+        work = self._workload(compute)
+        decision = decide(work, network, self.setting if self.decisions else None, self._policy)
+        self._watch.reset()
+        self._link.why = decision.why()
+        if not self.decisions or decision.changed:
+            if self._channel.rank == 0:
+                _log.info("auto, step %d: %s", self._link.step, decision.why())
+            self._change(decision.setting)
+        self.decisions.append(decision)
+
+    def _workload(self, compute: float) -> Workload:
+        """The same on every rank: times are the ranks' medians, alpha is their mean, buckets are rank 0's."""
+        step = self._now
+        assert step is not None
+        codec = [statistics.median(column) for column in zip(*self._codec[-LOOK:], strict=True)] or [0.0, 0.0]
+        ready = [filled - step.filled[-1] for filled in step.filled]
+        mine = [*codec, _copy_seconds(sum(step.buckets)), *self._squares]
+        everybody = gather_json(self._channel, {"mine": mine, "buckets": step.buckets, "ready": ready})
+        columns = list(zip(*(row["mine"] for row in everybody), strict=True))
+        encode, decode, copy = (statistics.median(column) for column in columns[:3])
+        *carried, everything = (sum(column) for column in columns[3:])
+        if everything > 0.0:
+            self._alpha = {d: c / everything for d, c in zip(DENSITIES, carried, strict=True)}
+        return Workload(
+            max(compute, 1e-6),
+            tuple(everybody[0]["buckets"]),
+            tuple(everybody[0]["ready"]),
+            encode,
+            decode,
+            copy,
+            self._alpha,
+        )
+
+    def _change(self, setting: Setting) -> None:
+        self.setting, self.width = setting, 0
+        self._link.codec.selection = TopK(setting.density if setting.compressed else FIRST.density)
+        exchange = NAMES[setting.exchange]()
+        exchange.setup(self._channel, self._link.codec, self._sizes, self._groups)
+        self._link.exchange = exchange
+
+    def _settle(self) -> None:
+        """After a change to dense what was held back travels by the link first; then buckets may go straight."""
+        straight = not self.setting.compressed or self._channel.world == 1
+        if straight and not self.width and self._agreed_empty():
+            self.width = self.setting.width or 4
+
+    def _agreed_empty(self) -> bool:
+        """Whether no rank holds anything back."""
+        held = [t for name in self._sizes for t in self._link.codec.held(name).values()]
+        mine = float(any(bool(t.any()) for t in held))
+        return not any(row[0] for row in share(self._channel, [mine]))
+
+
+def _copy_seconds(elements: int) -> float:
+    """What it takes to narrow so many elements to 16 bits and back."""
+    part = min(elements, 1 << 20)
+    x = torch.ones(part)
+    began = time.perf_counter()
+    x.copy_(x.to(torch.float16))
+    return (time.perf_counter() - began) * elements / max(part, 1)

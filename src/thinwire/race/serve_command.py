@@ -1,0 +1,137 @@
+"""The command `thinwire serve`: the master of the parameter server on this machine."""
+
+import json
+import logging
+import shlex
+import signal
+import sys
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.logging import RichHandler
+
+
+def serve_command(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or module:function.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes any that is free.")] = 7077,
+    bind: Annotated[str, typer.Option(help="Address to listen on; beyond loopback it demands --keys.")] = "127.0.0.1",
+    expect: Annotated[int, typer.Option(min=1, help="Workers that must be there before training begins.")] = 1,
+    mode: Annotated[str, typer.Option(help="bsp, ssp or async.")] = "bsp",
+    bound: Annotated[int, typer.Option(min=0, help="With ssp: steps that workers may be apart.")] = 3,
+    compress: Annotated[str, typer.Option(help="Codec of the way to the workers; dense: the whole model.")] = "topk1",
+    push: Annotated[str, typer.Option(help="Codec that workers are told to push with.")] = "topk1",
+    reduce: Annotated[str, typer.Option(help="mean or sum of the workers' gradients.")] = "mean",
+    policy: Annotated[str, typer.Option(help="fifo, filo, stalest or forward.")] = "forward",
+    transport: Annotated[str, typer.Option(help="tcp, or udp: gradients and changes in datagrams.")] = "tcp",
+    on_loss: Annotated[str, typer.Option(help="With udp, of lost gradients: restore or ignore.")] = "restore",
+    mtu: Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; default 1400.")] = None,
+    target: Annotated[float | None, typer.Option(help="Metric on the test split that ends the run.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes of the data at the most.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Steps at the most.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per worker and step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
+    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
+    events: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-server-DATE.jsonl.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints; resumes from it.")] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
+    timeout: Annotated[float, typer.Option(min=0.5, help="Seconds of silence until a worker is out.")] = 10.0,
+    keys: Annotated[Path | None, typer.Option(help="Folder made by thinwire keys new.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without keys.")] = False,
+    metrics: Annotated[int | None, typer.Option(help="Port for /metrics (Prometheus), on loopback.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Status as JSON lines instead of a table.")] = False,
+) -> None:
+    """Serve a recipe's model to workers (thinwire work) that may come and go."""
+    from thinwire.events import EventLog
+    from thinwire.race.plans import make_plan
+    from thinwire.race.race import Field
+    from thinwire.race.served import Serving, Terms, check_terms
+    from thinwire.race.status import serve_metrics, status
+    from thinwire.race.train_served import describe_served
+    from thinwire.recipes import get_recipe
+    from thinwire.transport.addresses import listen
+
+    made = get_recipe(recipe)
+    if transport not in ("tcp", "udp"):
+        raise ValueError(f"--transport is tcp or udp, not {transport!r}")
+    words = check_terms(push, compress, mode, reduce, policy, transport, on_loss, mtu)
+    plan = make_plan(
+        made,
+        workers=expect,
+        data=data,
+        batch=batch,
+        lr=lr,
+        target=target,
+        max_steps=max_steps,
+        epochs=epochs,
+        evaluate_every=evaluate_every,
+        checkpoint=checkpoint,
+    )
+    terms = Terms(plan, seed, expect, bound=bound, save_every=save_every, timeout=timeout, **words)
+    date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    path = events if events is not None else Path("runs") / f"{made.name}-server-{date}.jsonl"
+    place = Field(expect, None, shlex.join(["thinwire", *sys.argv[1:]]))
+    console = Console(stderr=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console)])
+    waiting: list[Any] = []
+    serving = Serving(made, data, terms, waiting.append)
+    resumed = serving.server.clock.step
+    with EventLog(path, describe_served(made, terms, place), resume_at=resumed or None) as log:
+        listener = listen(f"{transport}://{bind}:{port}", keys=keys, insecure=insecure, mtu=mtu)
+        serving.emit = log.write
+        print(
+            json.dumps({"listening": listener.address}) if as_json else f"listening on {listener.address}", flush=True
+        )
+        stop_metrics = serve_metrics(metrics, lambda: status(serving.server, serving.values)) if metrics else None
+        signal.signal(signal.SIGTERM, lambda *_: serving.server.stop("interrupted"))
+        try:
+            end = log.end(_watched(serving, listener, console, as_json))
+        finally:
+            if stop_metrics is not None:
+                stop_metrics()
+    test = serving.values.get("test")
+    shown = "" if test is None else f", {made.metric} {test:.4f} on the test split"
+    steps = serving.server.clock.step
+    console.print(f"{made.name}: {end.reason} after {steps} steps{shown}; the log is {path}.", highlight=False)
+
+
+def _watched(serving: Any, listener: Any, console: Console, as_json: bool) -> str:
+    """Run the server in a thread, while this one shows what happens and hears signals."""
+    from thinwire.race.status import status, table
+
+    ended: list[str] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            ended.append(serving.run(listener))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="thinwire-server", daemon=True)
+    thread.start()
+    try:
+        if as_json:
+            while thread.is_alive():
+                thread.join(1.0)
+                print(json.dumps(status(serving.server, serving.values)), flush=True)
+        else:
+            with Live(console=console, refresh_per_second=2, transient=True) as live:
+                while thread.is_alive():
+                    live.update(table(serving.server, serving.values, serving.recipe.metric))
+                    time.sleep(0.4)
+    except KeyboardInterrupt:
+        serving.server.stop("interrupted")
+        thread.join()  # it writes a checkpoint; pressed again, Ctrl-C does not wait for it
+        raise
+    thread.join()
+    if errors:
+        raise errors[0]
+    return ended[0]

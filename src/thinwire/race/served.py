@@ -1,0 +1,243 @@
+"""Served: training a recipe with the parameter server; the server's side and a worker's.
+
+The server writes the event log: its own evaluations, and what every worker tells of its steps.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.codec.memory import MomentumResidual
+from thinwire.events import Eval, Event, Step
+from thinwire.race.training import Plan
+from thinwire.recipes.recipe import DataOrder, Recipe
+from thinwire.server.lossy import check_on_loss
+from thinwire.server.members import Member
+from thinwire.server.messages import MessageError
+from thinwire.server.naming import named_codec
+from thinwire.server.profile import Profiler
+from thinwire.server.schedule import check_policy
+from thinwire.server.server import Mode, Server
+from thinwire.server.worker import Worker
+from thinwire.transport.base import Connection, Listener
+from thinwire.transport.mtu import check_mtu
+
+Emit = Callable[[Event], None]
+_FIGURES = ("wall", "compute", "compress", "exchange", "apply", "loss", "density", "synchronise", "aggregate")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is trained and how; `push` and `pull` name the codecs of the two directions."""
+
+    plan: Plan
+    seed: int = 0
+    workers: int = 1  # to begin with, and for the order of the data
+    push: str = "topk1"
+    pull: str = "topk1"
+    mode: Mode = "bsp"
+    bound: int = 3
+    reduce: Literal["mean", "sum"] = "mean"
+    policy: str = "forward"
+    overlap: bool = True
+    save_every: int = 100
+    timeout: float = 10.0
+    transport: str = "tcp"
+    on_loss: str = "restore"
+    mtu: int | None = None
+
+
+def check_terms(
+    push: str,
+    pull: str | None,
+    mode: str,
+    reduce: str,
+    policy: str,
+    transport: str = "tcp",
+    on_loss: str = "restore",
+    mtu: int | None = None,
+) -> dict[str, Any]:
+    """Words of the command line as fields of `Terms`; ValueError for one that there is not."""
+    for name, value, known in (("mode", mode, ("bsp", "ssp", "async")), ("reduce", reduce, ("mean", "sum"))):
+        if value not in known:
+            raise ValueError(f"--{name} is one of {', '.join(known)}, not {value!r}")
+    check_on_loss(on_loss)
+    if transport != "udp" and (on_loss != "restore" or mtu is not None):
+        raise ValueError("--on-loss and --mtu go with --transport udp: the others lose nothing")
+    if mtu is not None:
+        check_mtu(mtu)
+    back = push if pull is None else pull
+    named_codec(push), named_codec(back), check_policy(policy)
+    way = {"transport": transport, "on_loss": on_loss, "mtu": mtu}
+    return {"push": push, "pull": back, "mode": mode, "reduce": reduce, "policy": policy, **way}
+
+
+class Serving:
+    """The server's side: owns model and optimizer, evaluates, and turns what workers tell into events."""
+
+    def __init__(self, recipe: Recipe, data: Path | None, terms: Terms, emit: Emit) -> None:
+        self.recipe, self.terms, self.emit = recipe, terms, emit
+        self._splits = recipe.load(data)
+        model, plan = recipe.build(terms.seed), terms.plan
+        ours = isinstance(named_codec(terms.push).memory, MomentumResidual)
+        self.server = Server(
+            model,
+            recipe.optimizer(model, lr=plan.lr, momentum=0.0 if ours else plan.momentum),
+            mode=terms.mode,
+            bound=terms.bound,
+            codec=terms.pull,
+            reduce=terms.reduce,
+            policy=terms.policy,
+            on_loss=terms.on_loss,
+            expect=terms.workers,
+            recipe=recipe.name,
+            timeout=terms.timeout,
+            checkpoint=plan.checkpoint,
+            save_every=terms.save_every,
+            tell={"push": terms.push, "workers": terms.workers, "batch": plan.batch, "seed": terms.seed},
+            on_step=self._on_step,
+            on_figures=self._on_figures,
+        )
+        self._order = DataOrder(len(self._splits.train), batch=plan.batch, workers=terms.workers, seed=terms.seed)
+        self._seen = self.server.clock.step
+        self._paused = -self.server.extra.get("wall", 0.0)
+        self.values: dict[str, float] = {}  # the last of each split
+
+    def run(self, listener: Listener) -> str:
+        """Serve until the target or the last step; returns which of them it was."""
+        reason = self.server.run(listener, max_steps=self.terms.plan.max_steps)
+        self._evaluate("train", self.terms.plan.train_samples)
+        return reason
+
+    @property
+    def wall(self) -> float:
+        """Seconds of training, evaluation left out, those before a restart included."""
+        return time.monotonic() - self.server.started_at - self._paused
+
+    def _on_step(self, server: Server) -> None:
+        step, plan = server.clock.step, self.terms.plan
+        server.extra["wall"] = self.wall
+        before, self._seen = self._seen, step
+        # When a worker leaves, several steps may become complete at once.
+        if step // plan.evaluate_every > before // plan.evaluate_every or step >= plan.max_steps:
+            began = time.monotonic()
+            value = self._evaluate("test", plan.test_samples)
+            self._paused += time.monotonic() - began
+            if plan.target is not None and value >= plan.target:
+                server.stop("target")
+
+    def _evaluate(self, split: str, samples: int | None) -> float:
+        step, wall = self.server.clock.step, self.wall
+        data = self._splits.test if split == "test" else self._splits.train
+        value = self.recipe.evaluate(self.server.model, data, samples)
+        epoch, metric = self._order.epoch(step), self.recipe.metric
+        self.emit(Eval(step=step, epoch=epoch, wall=wall, split=split, metric=metric, value=value))
+        self.values[split] = value
+        return value
+
+    def _on_figures(self, member: Member, figures: dict[str, Any]) -> None:
+        step, sent, received = (_whole(figures, name) for name in ("step", "bytes_sent", "bytes_received"))
+        values = {name: _number(figures, name) for name in _FIGURES if name != "wall"}
+        self.emit(
+            Step(
+                step=step,
+                epoch=self._order.epoch(step),
+                wall=self.wall,
+                bytes_sent=sent,
+                bytes_received=received,
+                rank=member.slot,
+                datagrams=_whole({"datagrams": figures.get("datagrams", 0)}, "datagrams"),
+                datagrams_lost=_whole({"datagrams_lost": figures.get("datagrams_lost", 0)}, "datagrams_lost"),
+                restored=_number({"restored": figures.get("restored", 0.0)}, "restored"),
+                waits=[_number({"waits": v}, "waits") for v in _row(figures, "waits")],
+                staleness=[_whole({"staleness": v}, "staleness") for v in _row(figures, "staleness")],
+                **values,
+            )
+        )
+
+
+def work(
+    recipe: Recipe,
+    data: Path | None,
+    connection: str | Connection,
+    codec: str | None = None,
+    *,
+    profile: Path | None = None,
+    **options: Any,
+) -> str:
+    """A worker's side: compute, push, pull, until the server ends it; returns why it did.
+
+    profile: where to write how long each layer takes.
+    """
+    splits, model = recipe.load(data), recipe.build(0)
+    with Worker(connection, model, codec, recipe=recipe.name, **options) as worker:
+        total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        before, ways = worker.traffic(), worker.losses()
+        profiler = Profiler(worker) if profile is not None else None
+        while worker.stopped is None:
+            told = {name: _whole(worker.tell, name) for name in ("workers", "batch", "seed")}
+            order = DataOrder(len(splits.train), **told)
+            clock, slot = worker.clock, worker.slot % order.workers
+            torch.manual_seed((order.seed * 1_000_003 + clock) * 4099 + slot)
+            loss: Tensor = recipe.loss(model, splits.train.batch(order.at(clock, slot)))
+            loss.backward()
+            worker.step()
+            traffic = worker.traffic()
+            losses = worker.losses()
+            lost = {name: losses[name] - ways[name] for name in losses}
+            worker.report(**_figures(worker, clock, float(loss.detach()), total, before, traffic), **lost)
+            before, ways = traffic, losses
+        if profiler is not None and profile is not None:
+            profiler.write(profile)
+        return worker.stopped
+
+
+def _figures(
+    worker: Worker, clock: int, loss: float, total: int, before: tuple[int, int], traffic: tuple[int, int]
+) -> dict[str, Any]:
+    times = worker.last
+    layers = range(len(worker.layers))
+    return {
+        "step": clock + 1,
+        "loss": loss if math.isfinite(loss) else None,
+        "compute": times.compute,
+        "compress": 0.0,  # it overlaps: what of it is waited for is in the waits
+        "exchange": times.aggregate + times.synchronise,
+        "apply": 0.0,
+        "aggregate": times.aggregate,
+        "synchronise": times.synchronise,
+        "density": times.kept / total,
+        "bytes_sent": traffic[0] - before[0],
+        "bytes_received": traffic[1] - before[1],
+        "waits": [round(times.waits.get(i, 0.0), 6) for i in layers],
+        "staleness": [times.staleness.get(i, 0) for i in layers],
+    }
+
+
+def _number(figures: dict[str, Any], name: str) -> float:
+    value = figures.get(name)
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise MessageError(f"a worker's {name} is not a number")
+    return float(value)
+
+
+def _whole(figures: dict[str, Any], name: str) -> int:
+    value = figures.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise MessageError(f"a worker's {name} is not a whole number")
+    return value
+
+
+def _row(figures: dict[str, Any], name: str) -> list[Any]:
+    value = figures.get(name, [])
+    if not isinstance(value, list) or len(value) > 1 << 16:
+        raise MessageError(f"a worker's {name} is not a list")
+    return value

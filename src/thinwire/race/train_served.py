@@ -1,0 +1,92 @@
+"""Train with the parameter server: a master and its workers in the lab, as local processes, or under mpirun."""
+
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from thinwire.errors import ThinwireError
+from thinwire.events import Event, EventLog, Run
+from thinwire.race.launch import launch
+from thinwire.race.live import LiveRuns
+from thinwire.race.race import Field, describe_run
+from thinwire.race.served import Terms
+from thinwire.race.served_process import Served, run_server, run_worker
+from thinwire.race.worker import Work, parse
+from thinwire.recipes.recipe import Recipe
+from thinwire.report.summary import last_value, reached
+
+
+def describe_served(recipe: Recipe, terms: Terms, place: Field) -> Run:
+    """The first record of a log that a parameter server writes."""
+    work = Work(recipe.name, None, (), terms.plan)
+    way = "" if terms.transport == "tcp" else f":{terms.transport}-{terms.on_loss}"
+    return describe_run(recipe, work, place, f"{terms.mode}:{terms.push}/{terms.pull}{way}", terms.seed)
+
+
+@dataclass(frozen=True)
+class ServedTraining:
+    """What to run, where, and where to write. The place's hosts are the workers; the master comes on top."""
+
+    recipe: Recipe
+    served: Served
+    place: Field
+    log: Path
+    loss: str | None = None  # of every link, in the lab
+
+    def run(self) -> str:
+        """Start all processes, show and log what the master tells; returns a sentence."""
+        terms, began = self.served.terms, time.monotonic()
+        run = describe_served(self.recipe, terms, self.place)
+        argv = [sys.executable, "-m", "thinwire.race.served_process", self.served.to_json()]
+        with EventLog(self.log, run) as log, LiveRuns([run.method], [terms.plan.max_steps], run.metric) as live:
+
+            def read(host: int, line: str) -> None:
+                found = parse(line)
+                if found is None:
+                    return
+                _, event = found
+                if isinstance(event, str):
+                    log.end(event)
+                else:
+                    log.write(event)
+                if getattr(event, "rank", 0) == 0:
+                    live.watch(0, event)
+
+            launch(argv, self.place.hosts + 1, self.place.rate, read, loss=self.loss)
+        return self._summary(log, time.monotonic() - began)
+
+    def run_under_mpi(self) -> str | None:
+        """This process is one rank of mpirun's; rank 0 is the master and returns the sentence."""
+        try:
+            from mpi4py import MPI
+        except ImportError:
+            raise ThinwireError("--transport mpi needs mpi4py and an MPI: pip install 'thinwire[mpi]'") from None
+        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        if size != self.place.hosts + 1:
+            raise ThinwireError(
+                f"{self.place.hosts} workers and a master are {self.place.hosts + 1} processes, mpirun started {size}"
+            )
+        torch.set_num_threads(1)
+        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+        if rank != 0:
+            run_worker(self.served, "mpi://", rank)
+            return None
+        began = time.monotonic()
+        with EventLog(self.log, describe_served(self.recipe, self.served.terms, self.place)) as log:
+
+            def keep(event: Event) -> None:
+                log.write(event)
+
+            log.end(run_server(self.served, "mpi://", keep))
+        return self._summary(log, time.monotonic() - began)
+
+    def _summary(self, log: EventLog, seconds: float) -> str:
+        end, hit, test = log.log.end, reached(log.log), last_value(log.log, "test")
+        steps = end.steps if end is not None else 0
+        shown = "" if test is None else f", {self.recipe.metric} {test:.4f} on the test split"
+        how = f"the target was reached at step {hit.step}, after {hit.wall:.1f} s" if hit else f"{steps} steps"
+        return f"{self.recipe.name} with {log.log.run.method}: {how}{shown}; {seconds:.0f} s in all."

@@ -1,0 +1,65 @@
+"""Markup: templates filled, tables and lists written, whole files replaced; what all pages have in common."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import LogError
+
+Row = Mapping[str, str]
+Pairs = Sequence[tuple[str, str]]
+
+
+def fill(
+    name: str, *, title: str, verdict: str, facts: Pairs, table: Sequence[Row], runs: Pairs, data: Mapping[str, Any]
+) -> str:
+    """One self-contained page from the template `name`.html and its script `name`.js."""
+    from plotly.offline import get_plotlyjs
+
+    here = resources.files("thinwire.report")
+    scripts = [(here / script).read_text(encoding="utf-8") for script in ("plots.js", f"{name}.js")]
+    parts = {
+        "TITLE": escape(title),
+        "VERDICT": escape(verdict),
+        "FACTS": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts),
+        "TABLE": _table(table),
+        "RUNS": "".join(f"<dt>{escape(k)}</dt><dd><pre>{escape(v)}</pre></dd>" for k, v in runs),
+        "STYLE": (here / "page.css").read_text(encoding="utf-8"),
+        # A log is foreign text: without "<" it cannot end the script element that holds it.
+        "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+        "SCRIPT": "".join(scripts),
+        "PLOTLY": get_plotlyjs(),
+    }
+    template = (here / f"{name}.html").read_text(encoding="utf-8")
+    pieces = template.split("@@")  # text and names take turns, so nothing inserted is searched again
+    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def _table(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    headings = list(rows[0])
+    head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in headings)
+    body = ""
+    for row in rows:
+        first, *rest = headings
+        cells = "".join(f'<td data-label="{escape(h)}">{escape(row.get(h, "–"))}</td>' for h in rest)
+        method = escape(row.get(first, ""))
+        body += f'<tr><th scope=row data-method="{method}">{method}</th>{cells}</tr>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the whole page or nothing."""
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as out:
+            out.write(text)
+        os.chmod(out.name, 0o644)
+        os.replace(out.name, path)
+    except OSError as error:
+        raise LogError(f"cannot write the report {path} ({error.strerror}): choose another place.") from error

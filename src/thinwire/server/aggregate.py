@@ -1,0 +1,108 @@
+"""Aggregation: gradients that have arrived become steps of the optimizer, part by part.
+
+Contributions of one step are added in the order of the workers' slots, whatever the order of arrival, so that the
+result is the same bits every time.
+"""
+
+import logging
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codec.frame import FrameReader
+from thinwire.server.layers import Layout, flat, trained
+from thinwire.server.lossy import Arrived
+
+log = logging.getLogger("thinwire.server")
+
+Reduce = Literal["mean", "sum"]
+# Each element's update depends on that element alone: a parameter may be updated in parts.
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD")
+
+
+def cuts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether parameters may be cut for this optimizer, or must be updated whole."""
+    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ELEMENTWISE
+    return known and not optimizer.state  # a state is of whole parameters
+
+
+class Aggregator:
+    """Frames that wait for their step to be complete, and the optimizer that they are for."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, reduce: Reduce) -> None:
+        if reduce not in ("mean", "sum"):
+            raise ValueError(f'reduce is "mean" or "sum", not {reduce!r}')
+        parameters = trained(model)
+        strange = [n for n, p in parameters.items() if p.dtype != torch.float32 or p.device.type != "cpu"]
+        if strange:
+            raise ValueError(f"the server keeps its model in float32 on the CPU: {strange[0]} is not")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, _ in layout.shapes if id(parameters[name]) not in held]
+        if missing:
+            raise ValueError(f"the optimizer does not hold {missing[0]}: give it all parameters of the model")
+        self._optimizer, self._reduce = optimizer, reduce
+        self.values: list[list[list[Tensor]]] = []  # views of the parameters, by layer, part and piece
+        self._units: list[list[nn.Parameter]] = []  # what the optimizer updates, by part through all layers
+        cut: dict[int, list[nn.Parameter]] = {}
+        for layer in layout.layers:
+            self.values.append([])
+            for part in layer.parts:
+                rows = [flat(parameters[p.parameter])[p.begin : p.end] for p in part]
+                self.values[-1].append(rows)
+                self._units.append([])
+                for piece, row in zip(part, rows, strict=True):
+                    whole = parameters[piece.parameter]
+                    unit = whole if len(piece) == whole.numel() else nn.Parameter(row)
+                    self._units[-1].append(unit)
+                    cut.setdefault(id(whole), []).append(unit)
+        _replace(optimizer, cut)
+        self._gradients = [[torch.zeros(unit.numel()) for unit in units] for units in self._units]
+        self._waiting: dict[tuple[int, int], dict[int, FrameReader | Arrived]] = {}  # by part and clock: frames by slot
+
+    def keep(self, slot: int, part: int, clock: int, frame: FrameReader | Arrived) -> None:
+        """A checked frame that waits for its step."""
+        self._waiting.setdefault((part, clock), {})[slot] = frame
+
+    def apply(self, part: int, clock: int) -> int:
+        """Apply all contributions to a step; returns of how many workers."""
+        return self._apply(part, self._waiting.pop((part, clock), {}), None)
+
+    def apply_one(self, slot: int, part: int, clock: int, workers: int) -> int:
+        """Apply one worker's contribution at once; its share in a mean is one of so many."""
+        waiting = self._waiting.get((part, clock), {})
+        mine = {slot: waiting.pop(slot)} if slot in waiting else {}
+        if not waiting:
+            self._waiting.pop((part, clock), None)
+        return self._apply(part, mine, workers)
+
+    def _apply(self, part: int, frames: dict[int, FrameReader | Arrived], workers: int | None) -> int:
+        # A gradient that was not finite is no gradient: its worker counts as absent in this step.
+        slots = sorted(slot for slot, frame in frames.items() if not frame.non_finite)
+        if not slots:
+            return 0
+        gradients = self._gradients[part]
+        for gradient in gradients:
+            gradient.zero_()
+        for slot in slots:
+            frames[slot].add_to(gradients)
+        if self._reduce == "mean":
+            share = len(slots) if workers is None else max(workers, 1)
+            for gradient in gradients:
+                gradient.div_(share)
+        if not all(gradient.isfinite().all() for gradient in gradients):
+            log.warning("the gradients of a step add up to more than a float32 holds: they are left out")
+            return 0
+        # One step of the optimizer on this part: it passes over parameters without a gradient.
+        for unit, gradient in zip(self._units[part], gradients, strict=True):
+            unit.grad = gradient.view(unit.shape)
+        self._optimizer.step()
+        for unit in self._units[part]:
+            unit.grad = None
+        return len(slots)
+
+
+def _replace(optimizer: torch.optim.Optimizer, cut: dict[int, list[nn.Parameter]]) -> None:
+    """Let an optimizer hold the pieces of parameters in place of those that are cut; they share their memory."""
+    for group in optimizer.param_groups:
+        group["params"] = [unit for whole in group["params"] for unit in cut.get(id(whole), [whole])]

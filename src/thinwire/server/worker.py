@@ -1,0 +1,267 @@
+"""Worker: a handle on the parameter server that works like an optimizer.
+
+Gradients leave as the backward pass produces them, and the next forward pass waits for just the layer that it needs.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from thinwire.codec.codec import Codec
+from thinwire.server.courier import Courier, ServerError
+from thinwire.server.layers import trained
+from thinwire.server.naming import named_codec
+from thinwire.server.pace import Pace, StepTimes
+from thinwire.server.session import Session
+from thinwire.transport.addresses import connect
+from thinwire.transport.base import Connection
+
+
+class Worker:
+    """One worker of a server: `backward()` as ever, then `step()` in place of an optimizer's.
+
+    codec: how gradients are sent: a codec, preset or density; None: as the server says. recipe: must be the server's.
+    overlap: push during the backward pass and pull during the next forward pass; p.grad is then taken away as soon
+    as it is there. Without it `step` does all of that, so that gradients can be clipped before. There is no need to
+    call `zero_grad`.
+    slot: the number that this worker would like to have among all. patience: seconds without a sign of the server.
+    """
+
+    def __init__(
+        self,
+        address: str | Connection,
+        model: nn.Module,
+        codec: Codec | float | str | None = None,
+        *,
+        recipe: str = "",
+        overlap: bool = True,
+        slot: int | None = None,
+        name: str | None = None,
+        keys: Path | None = None,
+        patience: float = 300.0,
+    ) -> None:
+        self.model, self.overlap = model, overlap
+        self._patience = patience
+        self._parameters = trained(model)
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        chosen = None if codec is None else named_codec(codec)
+        connection = connect(address, keys=keys) if isinstance(address, str) else address
+        try:
+            self._courier = Courier(connection, model, chosen, recipe=recipe, slot=slot, name=name)
+        except BaseException:
+            connection.close()
+            raise
+        self.clock = 0  # the step that is computed now
+        self._session: Session | None = None
+        self._handles: list[Any] = []
+        self._pushed: set[int] = set()  # layers of this step
+        self._fired: set[int] = set()  # layers whose modules were called in this step
+        self._times = StepTimes(began=time.monotonic())
+        self._accumulating = False
+        self.last = StepTimes()
+        self._courier.start()
+        try:
+            self._synchronise()
+            self._times = StepTimes(began=time.monotonic(), ready=time.monotonic())
+            if self._session is not None:
+                self._install()
+        except BaseException:
+            self.close()
+            raise
+
+    # For training loops
+
+    def step(self) -> None:
+        """End a step: what has not been pushed yet is, and the clock goes on. Does nothing after training ended."""
+        if self.stopped is not None or self._session is None:
+            return
+        self._times.computed = time.monotonic()
+        session, layers = self._session, range(len(self._session.layout.layers))
+        for layer in layers:
+            if layer not in self._pushed:
+                self._push(session, layer)
+        self._end_times()
+        self.clock += 1
+        self._pushed.clear()
+        for waiting in self._pending:
+            waiting.clear()
+        fired = set(self._fired)
+        self._fired.clear()
+        if self._courier.lost or self._courier.session is None:
+            self._synchronise()
+            return
+        early = [i for i in layers if not self.overlap or i not in fired]
+        if early:
+            self._await(early)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As an optimizer's."""
+        self.model.zero_grad(set_to_none)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes in here only add to p.grad; the next one outside pushes the sum."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def wait(self) -> None:
+        """Return when all parameters are there that the next step will use."""
+        if self.stopped is not None or self._session is None:
+            return
+        there = self._await(list(range(len(self._session.layout.layers))))
+        if not there and not self._pushed and self.stopped is None:
+            self._synchronise()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the server has ended training, or None while it goes on."""
+        return self._courier.stopped
+
+    @property
+    def slot(self) -> int:
+        """This worker's number among all that are there."""
+        return self._session.slot if self._session is not None else 0
+
+    @property
+    def pace(self) -> Pace:
+        """Where the time goes, for those who want to know more than `last` tells."""
+        return self._courier.pace
+
+    @property
+    def codec(self) -> Codec:
+        """How gradients are sent; its memory holds what has not been."""
+        return self._courier.codec
+
+    @property
+    def tell(self) -> dict[str, Any]:
+        """What the server tells all workers about the training."""
+        return self._session.tell if self._session is not None else {}
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers' names, in their order."""
+        return [layer.name for layer in self._session.layout.layers] if self._session is not None else []
+
+    def values(self, name: str) -> Tensor:
+        """A parameter's exact values, as the server knows them."""
+        return self._courier.copies.row(name)
+
+    def report(self, **figures: Any) -> None:
+        """Tell the server figures of a step, for its table and its log."""
+        self._courier.report(figures)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        return self._courier.sent, self._courier.received
+
+    def losses(self) -> dict[str, float]:
+        """Over udp: datagrams of gradients sent and lost so far, and the sum of magnitudes put back for them."""
+        return self._courier.losses()
+
+    def close(self) -> None:
+        """Leave the server; the model stays as it is."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._courier.leave()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Sessions
+
+    def _synchronise(self) -> None:
+        """Begin a session: all parameters in full, at the clock that the server gives."""
+        while True:
+            session = self._courier.wait_for_session(self._patience)
+            if session is None:
+                return
+            self._take_terms(session)
+            self._courier.fetch(session, self.clock)
+            if self._await(list(range(len(session.layout.layers)))) or self.stopped is not None:
+                return
+
+    def _take_terms(self, session: Session) -> None:
+        self._session, self.clock = session, session.first
+        self._pushed.clear()
+        self._fired.clear()
+        self._pending: list[set[str]] = [set() for _ in session.layout.layers]
+        self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
+
+    def _await(self, layers: list[int]) -> bool:
+        began = time.monotonic()
+        there = self._courier.wait(layers, self.clock, self._patience)
+        ended = time.monotonic()
+        aggregate, synchronise = self._courier.pace.divide(self.clock, began, ended)
+        self._times.aggregate += aggregate
+        self._times.synchronise += synchronise
+        self._times.ready = ended
+        for layer in layers:
+            self._times.waits[layer] = self._times.waits.get(layer, 0.0) + (ended - began) / len(layers)
+        return there
+
+    def _end_times(self) -> None:
+        times = self._times
+        self._courier.pace.close_step(times, self.clock)
+        times.compute = max(0.0, times.computed - times.began - times.aggregate - times.synchronise)
+        self.last, self._times = times, StepTimes(began=times.computed)
+
+    # Hooks
+
+    def _install(self) -> None:
+        if not self.overlap:
+            return
+        for parameter in self._parameters.values():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        for module in self.model.modules():
+            # A tied parameter is a layer's, and others' as well: whichever comes first must wait for it.
+            own = {self._names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._names}
+            layers = sorted({self._layer_of[name] for name in own})
+            if layers:
+                self._handles.append(
+                    module.register_forward_pre_hook(lambda *_, layers=layers: self._on_forward(layers))
+                )
+
+    def _on_forward(self, layers: list[int]) -> None:
+        new = [layer for layer in layers if layer not in self._fired]
+        if new and self.stopped is None:
+            self._fired.update(new)
+            self._await(new)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._accumulating or self.stopped is not None or self._session is None:
+            return
+        name = self._names[id(parameter)]
+        layer = self._layer_of[name]
+        if layer in self._pushed:
+            raise ServerError(
+                f"a second backward pass reached {name} in one step: put all but the last in `with "
+                "worker.accumulate():`, or use overlap=False"
+            )
+        self._pending[layer].add(name)
+        if len(self._pending[layer]) == len(self._session.layout.layers[layer].parameters):
+            self._push(self._session, layer)
+
+    def _push(self, session: Session, layer: int) -> None:
+        self._pushed.add(layer)
+        gradients: dict[str, Tensor] = {}
+        for name in session.layout.layers[layer].parameters:
+            parameter = self._parameters[name]
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+                parameter.grad = None  # the courier reads it: nobody else may change it
+        self.pace.note(self.pace.ready, layer, self.clock)
+        self._courier.push(session, layer, self.clock, gradients)

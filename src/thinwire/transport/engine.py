@@ -1,0 +1,193 @@
+"""Engine: the thread that reads datagrams as they come and lets them leave as fast as the pacers say.
+
+A socket's buffer holds a few milliseconds of traffic: whoever computes cannot also read it in time.
+"""
+
+import contextlib
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from thinwire.errors import TransportError
+from thinwire.transport.envelope import CONTROL, DATA, PROBE, Kind, read_control, read_data
+from thinwire.transport.mtu import LARGEST_DATAGRAM
+from thinwire.transport.path import Path
+from thinwire.transport.sealing import OVERHEAD, session_of
+
+log = logging.getLogger("thinwire.transport")
+
+# Datagrams that are read before others get a turn.
+_AT_ONCE = 128
+_BUFFER = 1 << 22
+# The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
+_STAMP = 35
+_STAMPED = struct.Struct("@qq")
+# Seconds between signs of life: until the server has seen one, and after it.
+_PROBE, _ALIVE = 0.25, 5.0
+
+
+def open_socket(family: int) -> socket.socket:
+    """A socket for datagrams, with room for what comes while nobody reads."""
+    sock = socket.socket(family, socket.SOCK_DGRAM)
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+    return sock
+
+
+class Engine(threading.Thread):
+    """One UDP socket with the paths that use it. `lock` guards everything that paths hold."""
+
+    def __init__(self, sock: socket.socket, wake: Callable[[], None], *, probes: bool) -> None:
+        super().__init__(name="thinwire-datagrams", daemon=True)
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, _STAMP, 1)
+        self._socket, self._wake, self._probes = sock, wake, probes
+        self.lock = threading.RLock()
+        self.paths: dict[int, Path] = {}
+        self.counts: Counter[str] = Counter()
+        self._poked, self._poker = socket.socketpair()
+        self._poked.setblocking(False)
+        self._poker.setblocking(False)
+        self._probed = 0.0
+        self._ending = False
+
+    def run(self) -> None:
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        waiting.register(self._poked, select.POLLIN)
+        while not self._ending:
+            try:
+                pause = self.pump_all()
+                waiting.poll(min(pause, 0.25) * 1000)
+                with contextlib.suppress(OSError):
+                    self._poked.recv(4096)
+                if self.receive():
+                    self._wake()
+            except Exception:  # without this thread nothing moves any more
+                log.exception("the thread that sends and reads datagrams goes on after an error")
+                time.sleep(0.1)
+
+    def close(self) -> None:
+        """End the thread and close the socket."""
+        if not self._ending:
+            self._ending = True
+            self.poke()
+        if self.is_alive():
+            self.join(5.0)
+        for each in (self._socket, self._poked, self._poker):
+            each.close()
+
+    # Out
+
+    def transmit(self, path: Path, datagrams: list[bytes]) -> None:
+        """Send without waiting; what does not fit in the kernel's queue is lost like anything else."""
+        for datagram in datagrams:
+            with contextlib.suppress(OSError):
+                if self._probes:
+                    self._socket.send(datagram)
+                elif path.address is not None:
+                    self._socket.sendto(datagram, path.address)
+
+    def pump(self, path: Path) -> tuple[float, bool]:
+        """Let leave what may; returns the seconds until more may, and whether a message's last word was said."""
+        ended = False
+        with self.lock:
+            while path.queue:
+                now = time.monotonic()
+                datagram, delay = path.next_datagram(now)
+                if datagram is None:
+                    return delay, ended
+                self.transmit(path, [datagram])
+                if path.queue[0].next == len(path.queue[0].pieces):
+                    self.transmit(path, path.end_sent(now))
+                    ended = True
+        return 3600.0, ended
+
+    def pump_all(self) -> float:
+        """One round over all paths; returns the seconds until the next is due."""
+        with self.lock:
+            paths = list(self.paths.values())
+        rounds = [self.pump(path) for path in paths]
+        if any(ended for _, ended in rounds):
+            self._wake()
+        if self._probes:
+            for path in paths:
+                self._probe(path)
+        return min((delay for delay, _ in rounds), default=3600.0)
+
+    def poke(self) -> None:
+        """Something new waits to leave."""
+        with contextlib.suppress(OSError):
+            self._poker.send(b"\0")
+
+    def _probe(self, path: Path) -> None:
+        """A datagram of full size: it tells the server where we are, and proves that such datagrams pass."""
+        now = time.monotonic()
+        if now - self._probed > (_PROBE if path.address is None else _ALIVE):
+            self._probed = now
+            with self.lock:
+                self.transmit(path, [path.sealer.seal(bytes([PROBE]) + bytes(path.mtu - OVERHEAD - 1))])
+
+    # In
+
+    def receive(self) -> bool:
+        """Read what has come; True if the owner has something to do."""
+        news = False
+        for _ in range(_AT_ONCE):
+            try:
+                datagram, stamps, _, address = self._socket.recvmsg(LARGEST_DATAGRAM, 64)
+            except BlockingIOError:
+                break
+            except OSError:  # somebody answered that a port is closed
+                continue
+            with self.lock:
+                news |= self._take(datagram, address, _stamp(stamps))
+        return news
+
+    def _take(self, datagram: bytes, address: tuple[str, int], stamp: float) -> bool:
+        session = session_of(datagram)
+        path = self.paths.get(session) if session is not None else None
+        if path is None:
+            self.counts["truncated" if len(datagram) < OVERHEAD else "foreign"] += 1
+            return False
+        plain = path.opener.open(datagram)
+        if plain is None:
+            return False
+        try:
+            return self._believe(path, plain, address, stamp)
+        except (TransportError, struct.error, IndexError):
+            self.counts["broken"] += 1
+            return False
+
+    def _believe(self, path: Path, plain: bytes, address: tuple[str, int], stamp: float) -> bool:
+        kind, now, opened = plain[0], time.monotonic(), False
+        if not self._probes and path.address != address:
+            opened, path.address = path.address is None, address
+            if opened:
+                path.open_to_peer()
+        if kind == DATA:
+            message, index, count, head, piece, sent = read_data(plain)
+            return path.gathering.add(message, index, count, head, piece, stamp - sent, now) or opened
+        if kind == CONTROL:
+            envelope = read_control(plain)
+            if envelope is not None and envelope.kind > Kind.AGAIN:
+                path.take(envelope, now, reliable=False)
+                return True
+        elif kind != PROBE:
+            raise TransportError("a datagram of a kind that there is not")
+        return opened
+
+
+def _stamp(stamps: list[tuple[int, int, bytes]]) -> float:
+    """When a datagram came, by the clock of the day."""
+    for level, kind, data in stamps:
+        if level == socket.SOL_SOCKET and kind == _STAMP and len(data) == _STAMPED.size:
+            seconds, nanoseconds = _STAMPED.unpack(data)
+            return float(seconds + 1e-9 * nanoseconds)
+    return time.time()

@@ -1,0 +1,129 @@
+"""Gathering: datagrams become messages again; whoever waits for a missing one knows for how long.
+
+A message is closed when all its datagrams are there, or at a deadline after the sender said that all have left: as
+late as datagrams were seen to come after that word, and four deviations. Late ones are counted and teach the deadline.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+# What is remembered of closed messages, and what may be open at once: a sender's window is far below it.
+_CLOSED, _OPEN = 1024, 512
+# Added to what was measured: timers and threads are that coarse.
+_GRAIN = 0.002
+_LONGEST = 1.0
+
+
+class Lateness:
+    """How long after the sender's last word datagrams still come."""
+
+    def __init__(self) -> None:
+        self._mean, self._deviation = 0.0, 0.005
+
+    @property
+    def wait(self) -> float:
+        """Seconds after which a datagram is taken for lost."""
+        return min(_LONGEST, self._mean + 4 * self._deviation + _GRAIN)
+
+    def learn(self, seconds: float) -> None:
+        """A message's last datagram came so long after the last word; 0 if before it."""
+        late = min(max(0.0, seconds), _LONGEST)
+        self._deviation += (abs(late - self._mean) - self._deviation) / 16
+        self._mean += (late - self._mean) / 16
+
+
+@dataclass
+class Message:
+    """One message in pieces, as far as it has come."""
+
+    number: int
+    count: int
+    head: bytes
+    pieces: dict[int, bytes] = field(default_factory=dict)
+    last: float = 0.0  # when the newest piece came
+    queue: float = 0.0  # the shortest queueing delay of its datagrams, in seconds
+    ended: float | None = None  # when the sender's last word came
+    begun: float | None = None  # when its turn had come
+    total: int = 0
+
+    def deadline(self, wait: float) -> float:
+        """When to give up: after the last word, or after a long silence where that got lost."""
+        if self.ended is not None:
+            return self.ended + wait
+        return max(self.last, self.begun or 0.0) + 2 * _LONGEST
+
+    @property
+    def whole(self) -> bool:
+        return len(self.pieces) == self.count
+
+
+class Gathering:
+    """All messages from one sender that are not closed yet."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, Message] = {}
+        self._closed: OrderedDict[int, float | None] = OrderedDict()
+        self.lateness = Lateness()
+        self._fastest: list[float] = []  # the least one-way delays of the last spans, by two clocks
+        self.received = self.late = self.repeated = self.lost = 0
+
+    def add(self, message: int, index: int, count: int, head: bytes, piece: bytes, flight: float, now: float) -> bool:
+        """Take a datagram in; True if its message is complete. `flight` is its delay by the two sides' clocks."""
+        if message in self._closed:
+            self.late += 1
+            ended = self._closed[message]
+            if ended is not None:
+                self.lateness.learn(now - ended)
+            return False
+        found = self.open.get(message)
+        if found is None:
+            if len(self.open) >= _OPEN:
+                self.close(next(iter(self.open)))
+            found = self.open[message] = Message(message, count, head)
+        if found.count != count or found.head != head or index >= count or index in found.pieces:
+            self.repeated += 1
+            return False
+        self.received += 1
+        found.pieces[index] = piece
+        found.last = now
+        delay = self._delay(flight, now)
+        found.queue = delay if len(found.pieces) == 1 else min(found.queue, delay)
+        return found.whole
+
+    def begin(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:
+        """The sender's first word on a message, in its turn; None if it is closed already."""
+        if message in self._closed:
+            return None
+        found = self.open.get(message)
+        if found is None or found.count != count or found.head != head:
+            found = self.open[message] = Message(message, count, head)
+        found.total = total
+        found.begun = found.begun or now
+        return found
+
+    def end(self, message: int, count: int, total: int, head: bytes, now: float) -> None:
+        """The sender's last word on a message."""
+        if message not in self._closed:
+            found = self.open.get(message)
+            if found is None or found.count != count or found.head != head:
+                found = self.open[message] = Message(message, count, head)
+            found.ended = found.ended or now
+
+    def close(self, number: int) -> Message:
+        """Give up on what is missing."""
+        message = self.open.pop(number)
+        self._closed[number] = message.ended
+        while len(self._closed) > _CLOSED:
+            self._closed.popitem(last=False)
+        self.lost += message.count - len(message.pieces)
+        if message.pieces:
+            self.lateness.learn(0.0 if message.ended is None else message.last - message.ended)
+        return message
+
+    def _delay(self, flight: float, now: float) -> float:
+        """A delay above the least of the last half minute."""
+        span = int(now / 10.0)
+        if not self._fastest or self._fastest[0] != span:
+            self._fastest = [span, flight, *self._fastest[1:3]]
+        self._fastest[1] = min(self._fastest[1], flight)
+        return flight - min(self._fastest[1:])

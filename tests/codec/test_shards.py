@@ -1,0 +1,74 @@
+"""Shards: whatever the sizes, each fits, each reads on its own, and together they are what left the memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.codec.codec import Codec
+from thinwire.codec.selection import RandomK, Selection, TopK
+from thinwire.codec.shards import ShardReader, encode_shards
+from thinwire.codec.values import Bits, Float32
+from thinwire.errors import FrameError
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6000), min_size=1, max_size=5),
+    budget=st.integers(200, 1400),
+    selection=st.sampled_from([TopK(0.05), TopK(1.0), RandomK(0.1)]),
+    exact=st.booleans(),
+    hold=st.integers(0, 4),
+)
+@settings(max_examples=30, deadline=None)
+def test_nothing_is_lost(sizes: list[int], budget: int, selection: Selection, exact: bool, hold: int) -> None:
+    codec = Codec(selection, Float32() if exact else Bits(8))
+    generator = torch.Generator().manual_seed(sum(sizes))
+    held = [f"t{hold}"] if len(sizes) > 1 else []
+    for step in range(2):
+        tensors = {f"t{i}": torch.randn(n, generator=generator) for i, n in enumerate(sizes)}
+        before = {
+            name: codec.held(name).get("residual", torch.zeros(n)).clone()
+            for name, n in zip(tensors, sizes, strict=True)
+        }
+        made = encode_shards(codec, tensors, budget, step=step, hold=held)
+        assert not isinstance(made, str)
+        outs = [torch.zeros(n) for n in sizes]
+        listed = 0
+        for shard in made[0]:
+            assert len(shard) <= budget
+            reader = ShardReader(shard, sizes)
+            reader.add_to(outs)
+            listed += sum(len(values) for _, _, values in reader.entries())
+        assert listed == made[1]
+        for (name, gradient), out in zip(tensors.items(), outs, strict=True):
+            if name in held:
+                assert not out.any()
+                continue
+            left = codec.held(name)["residual"]
+            torch.testing.assert_close(out + left, before[name] + gradient, rtol=1e-5, atol=1e-5)
+            if exact:
+                assert torch.equal(torch.where(out != 0, out, left), before[name] + gradient)
+
+
+def test_entries_are_what_is_added() -> None:
+    codec = Codec(0.2)
+    made = encode_shards(codec, {"a": torch.randn(5000), "b": torch.randn(30)}, 300, step=0)
+    assert not isinstance(made, str) and len(made[0]) > 3
+    for shard in made[0]:
+        added, listed = [torch.zeros(5000), torch.zeros(30)], [torch.zeros(5000), torch.zeros(30)]
+        reader = ShardReader(shard, [5000, 30])
+        reader.add_to(added)
+        for tensor, positions, values in reader.entries():
+            listed[tensor].index_add_(0, positions, values)
+        assert all(torch.equal(a, b) for a, b in zip(added, listed, strict=True))
+
+
+def test_what_is_not_finite_is_named_and_what_is_broken_refused() -> None:
+    codec = Codec(0.2)
+    assert encode_shards(codec, {"a": torch.tensor([1.0, float("nan")])}, 300, step=0) == "a"
+    made = encode_shards(codec, {"a": torch.randn(2000)}, 300, step=0)
+    assert not isinstance(made, str)
+    shard = made[0][1]
+    for wrong in (shard[:-1], shard[:6], b"\xff" * 8 + shard[8:], shard[:20] + b"\x55" + shard[21:]):
+        with pytest.raises(FrameError):
+            ShardReader(wrong, [2000])

@@ -1,0 +1,245 @@
+"""Faults at exact steps, with real processes: training goes on, and nothing is counted twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.server.party import Party, party, serve, work
+from tests.server.serving import Crew, Ones, serving
+from tests.server.test_sessions import train_ones
+from thinwire.events import EventLog, Step, read_log
+from thinwire.lab import Lab
+from thinwire.lab.testing import require_lab
+from thinwire.race.plans import make_plan
+from thinwire.race.race import Field
+from thinwire.race.served import Serving, Terms
+from thinwire.race.served import work as work_served
+from thinwire.race.train_served import describe_served
+from thinwire.recipes import get_recipe
+from thinwire.server.server import Server
+from thinwire.transport.addresses import listen
+
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture
+def guests() -> Iterator[Party]:
+    with party() as made:
+        yield made
+
+
+def check_counts(end: dict[str, Any], start: float = 0.0, *, bounded: bool = True) -> None:
+    """Every part is the number of pushes that were accepted and (with a bound) whose step is complete, each once."""
+    pushes = [tuple(push) for push in end["accepted"]]
+    assert len(set(pushes)) == len(pushes)
+    for part, values in enumerate(end["counts"]):
+        counted = sum(1 for _, _, p, clock in pushes if p == part and (clock < end["lowest"][part] or not bounded))
+        assert values == [start + counted], f"part {part}"
+
+
+def check_acks(end: dict[str, Any], worker: dict[str, Any], apart: int = 1) -> None:
+    """What a worker was told to have counted was counted, once."""
+    accepted = Counter((p, clock) for token, _, p, clock in end["accepted"] if token == worker["token"])
+    assert set(map(tuple, worker["acked"])) <= set(accepted)
+    assert len(worker["seen"]) <= 1 + apart  # parts differ by a step at the most when training ends
+    assert max(worker["seen"]) <= max(max(values) for values in end["counts"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "where"), [("bsp", "backward"), ("ssp", "backward"), ("async", "step")], ids=["bsp", "ssp", "async"]
+)
+def test_a_worker_is_killed(guests: Party, mode: str, where: str) -> None:
+    server = guests.start(serve, address=LOOPBACK, stop=(12, 3), expect=3, mode=mode)
+    address = server.hears(lambda said: "address" in said)["address"]
+    victim = guests.start(work, address=address, slot=0, fault=(where, 3, signal.SIGKILL))
+    others = [guests.start(work, address=address, slot=slot) for slot in (1, 2)]
+    end = server.end()
+    victim.process.join(30)
+    assert victim.process.exitcode == -signal.SIGKILL
+    assert end["end"] == "target"
+    check_counts(end, bounded=mode != "async")
+    for other in others:
+        check_acks(end, other.end(), apart=1 if mode == "bsp" else 99)
+
+
+def test_a_worker_hangs_and_comes_back(guests: Party) -> None:
+    server = guests.start(serve, address=LOOPBACK, stop=(10, 3), expect=2)
+    address = server.hears(lambda said: "address" in said)["address"]
+    hung = guests.start(work, address=address, slot=0, fault=("step", 3, signal.SIGSTOP))
+    other = guests.start(work, address=address, slot=1)
+    server.hears(lambda said: said["left"] >= 1 and said["step"] >= 6)  # the others go on
+    assert hung.process.pid is not None
+    os.kill(hung.process.pid, signal.SIGCONT)
+    end = server.end()
+    assert end["joined"] >= 3
+    check_counts(end)
+    check_acks(end, hung.end())
+    check_acks(end, other.end())
+
+
+def test_the_server_is_killed_and_resumes(guests: Party, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"expect": 2, "checkpoint": str(tmp_path), "save_every": 3}
+    server = guests.start(serve, address=LOOPBACK, stop=(20, 2), kill=8, **options)
+    address = server.hears(lambda said: "address" in said)["address"]
+    workers = [guests.start(work, address=address, slot=slot) for slot in range(2)]
+    server.process.join(60)
+    assert server.process.exitcode == -signal.SIGKILL
+    again = guests.start(serve, address=address, stop=(20, 2), **options)
+    begun = again.hears(lambda said: "address" in said)
+    assert 8 - 3 <= begun["resumed"] <= 8
+    assert begun["start"] == [[2.0 * begun["resumed"]]] * len(begun["start"])
+    end = again.end()
+    check_counts(end, start=2.0 * begun["resumed"])
+    for worker in workers:
+        assert worker.end()["stopped"] == "target"
+
+
+def test_a_cable_is_pulled_for_longer_than_the_timeout() -> None:
+    require_lab()
+    lines: list[dict[str, Any]] = []
+    changed = threading.Condition()
+
+    def read(process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with changed:
+                lines.append(json.loads(line))
+                changed.notify_all()
+
+    def wait(wanted: Any) -> dict[str, Any]:
+        with changed:
+            assert changed.wait_for(lambda: any(map(wanted, lines)), 90), lines[-1:]
+            return next(line for line in lines if wanted(line))
+
+    def command(role: str, **spec: Any) -> list[str]:
+        return [sys.executable, "-m", "tests.server.party", role, json.dumps(spec)]
+
+    with Lab(3) as lab:
+        address = f"tcp://{lab.address(0)}:7077"
+        # Training ends when the worker that was cut off is back.
+        argv = command("serve", address=address, stop=(10, 3), expect=2)
+        server = lab.popen(0, argv, stdout=subprocess.PIPE, text=True)
+        reader = threading.Thread(target=read, args=(server,), daemon=True)
+        reader.start()
+        workers = [lab.popen(i, command("work", address=address, slot=i), stdout=subprocess.DEVNULL) for i in (1, 2)]
+        wait(lambda said: said.get("step", 0) >= 3)
+        lab.cut(1)
+        wait(lambda said: "step" in said and said["left"] >= 1)
+        before = len(lines)
+        wait(lambda said: len(lines) >= before + 3)  # the others go on
+        lab.heal(1)
+        end = wait(lambda said: "end" in said)
+        assert server.wait(30) == 0
+        reader.join(30)
+        assert [worker.wait(60) for worker in workers] == [0, 0]
+    assert end["joined"] >= 3
+    check_counts(end)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    model = Ones()
+    server = Server(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        reduce="sum",
+        codec=None,
+        checkpoint=tmp_path / "file" / "folder",
+        save_every=2,
+    )
+    with serving(server, max_steps=5) as address:
+        train_ones(address)
+    assert {-float(v) for p in model.parameters() for v in p.detach().view(-1)} == {5.0}
+    assert caplog.text.count("cannot write the checkpoint") == 3  # at 2, at 4, and in the end
+
+
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a small disk")
+    try:
+        model = Ones()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def fill(server: Server) -> None:
+            if server.clock.step == 3:
+                (disk / "filler").write_bytes(bytes(40_000))
+
+        options: dict[str, Any] = {"reduce": "sum", "codec": None, "checkpoint": disk, "save_every": 2}
+        server = Server(model, optimizer, on_step=fill, **options)
+        with serving(server, max_steps=5) as address:
+            train_ones(address)
+        assert server.clock.step == 5
+        assert "No space left on device" in caplog.text or "cannot write the checkpoint" in caplog.text
+        assert sorted(path.name for path in disk.iterdir()) == ["filler", "server.pt"]
+        fresh = Ones()
+        resumed = Server(fresh, torch.optim.SGD(fresh.parameters(), lr=1.0), **options)
+        assert resumed.clock.step == 2
+        assert {-float(v) for p in fresh.parameters() for v in p.detach().view(-1)} == {2.0}
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_sigterm_of_serve_writes_a_checkpoint(tmp_path: Path) -> None:
+    main = [sys.executable, "-c", "from thinwire.cli import main; main()"]
+    log = tmp_path / "log.jsonl"
+    options = ["--json", "--port", "0", "--max-steps", "100000", "--evaluate-every", "100000", "--events", str(log)]
+    argv = [*main, "serve", "digits", *options, "--checkpoint", str(tmp_path / "saved")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = json.loads(server.stdout.readline())["listening"]
+        worker = subprocess.Popen([*main, "work", "digits", "--server", address])
+        for line in server.stdout:
+            if json.loads(line)["step"] >= 3:
+                break
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=60)
+        assert server.returncode == 0, errors
+        assert worker.wait(60) == 0
+    state = torch.load(tmp_path / "saved" / "server.pt", weights_only=True)
+    assert state["step"] >= 3
+    end = read_log(log).end
+    assert end is not None
+    assert end.reason == "interrupted"
+
+
+def test_ssp_keeps_its_bound_with_one_worker_five_times_slower(tmp_path: Path) -> None:
+    recipe, slow = get_recipe("digits"), threading.Event()
+    plan = make_plan(recipe, workers=3, max_steps=15, target=1.0, evaluate_every=1000)
+    terms = Terms(plan, workers=3, mode="ssp", bound=2, push="0.1", pull="0.1", timeout=30.0)
+    log = EventLog(tmp_path / "log.jsonl", describe_served(recipe, terms, Field(3, None, "test")))
+    crew, begun = Crew(), listen(LOOPBACK)
+    model_sleep = {0: 0.1, 1: 0.02, 2: 0.02}
+
+    def slowed(slot: int) -> Any:
+        def loss(model: Any, batch: Any) -> Any:
+            slow.wait(model_sleep[slot])  # never set: it waits that long
+            return recipe.loss(model, batch)
+
+        return loss
+
+    with log:
+        serving = Serving(recipe, None, terms, log.write)
+        crew.start(lambda: log.end(serving.run(begun)))
+        for slot in range(3):
+            own = type(recipe)(**{**recipe.__dict__, "loss": slowed(slot)})
+            crew.start(lambda slot=slot, own=own: work_served(own, None, begun.address, slot=slot))
+        crew.join()
+    steps: list[Step] = read_log(tmp_path / "log.jsonl").steps
+    assert {step.rank for step in steps} == {0, 1, 2}
+    assert max(max(step.staleness) for step in steps) == 2  # it is reached, and never exceeded
+    assert all(0 <= stale <= 2 for step in steps for stale in step.staleness)

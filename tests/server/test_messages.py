@@ -1,0 +1,141 @@
+"""Messages: what was said is understood, and bytes that nobody said are refused and nothing else."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from thinwire.server.handshake import Door, hello_of
+from thinwire.server.messages import COUNTS, Counter, Kind, Message, MessageError, field, parse, with_json
+from thinwire.server.session import Session
+
+with_bytes = st.sampled_from([Kind.PUSH, Kind.DELTA, Kind.WHOLE, Kind.ACK, Kind.BUFFERS])
+u32 = st.integers(0, 2**32 - 1)
+
+
+@settings(deadline=None)
+@given(with_bytes, u32, u32, u32, st.integers(0, 2**48), st.integers(0, 2**64 - 1), st.binary(), st.integers(0, 65535))
+def test_round_trip(
+    kind: Kind, session: int, layer: int, part: int, clock: int, number: int, body: bytes, n: int
+) -> None:
+    message = Message(kind, session, layer, part, clock, number, body, n)
+    assert parse([memoryview(part) for part in message.parts(n)]) == message
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.binary(max_size=64), max_size=4), st.binary(min_size=30, max_size=30), st.integers(0, 40))
+def test_random_bytes_are_refused_and_nothing_else(parts: list[bytes], tail: bytes, cut: int) -> None:
+    head = bytes(with_json(Kind.HELLO, a=1).parts()[0])
+    for candidate in (parts, [head[:6] + tail, *parts], [head[:cut], *parts], [head, *parts]):
+        try:
+            message = parse(candidate)
+            if message.kind in (Kind.HELLO, Kind.BEAT):
+                assert isinstance(message.json, dict)
+        except MessageError:
+            pass
+
+
+@pytest.mark.parametrize(
+    "body", [b"[1]", b"{", b"[" * 100_000, b"\xff\xfe", b'{"a": NaN}', b'{"a": ' + b"9" * 5000 + b"}", b"1" * (1 << 23)]
+)
+def test_strange_json_is_refused(body: bytes) -> None:
+    with pytest.raises(MessageError, match="HELLO"):
+        _ = Message(Kind.HELLO, body=body).json
+
+
+def test_lost_messages_are_noticed() -> None:
+    sender, receiver = Counter(), Counter()
+    for _ in range(COUNTS + 3):  # past its end too
+        assert receiver.follows(Message(Kind.PUSH, count=sender.next(Kind.PUSH)))
+    sender.next(Kind.PUSH)  # lost
+    assert sender.next(Kind.BYE) == 0
+    assert not receiver.follows(Message(Kind.BEAT, count=sender.next(Kind.BEAT)))
+    assert receiver.follows(Message(Kind.BEAT, count=sender.next(Kind.BEAT)))
+
+
+def test_fields() -> None:
+    with pytest.raises(MessageError, match="type int"):
+        field({"a": True}, "a", int)
+    with pytest.raises(MessageError, match="between 0"):
+        field({"a": -1}, "a", int, 0)
+
+
+TERMS: dict[str, Any] = {
+    "slot": 0,
+    "first": 3,
+    "bound": 0,
+    "policy": "forward",
+    "window": 1000,
+    "cut": 4,
+    "timeout": 1.0,
+    "counted": None,
+    "tell": {"push": "topk1"},
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slot": -1},
+        {"first": 2**70},
+        {"first": "x"},
+        {"bound": -3},
+        {"bound": 1.5},
+        {"policy": "chaos"},
+        {"window": 0},
+        {"cut": -1},
+        {"timeout": 0},
+        {"timeout": 10**400},
+        {"timeout": "x"},
+        {"counted": [1, "x"]},
+        {"counted": 5},
+        {"tell": []},
+        {"tell": {"push": ["topk1"]}},
+        {"tell": {"push": "no such codec"}},
+    ],
+)
+def test_hostile_terms_are_refused(change: dict[str, Any]) -> None:
+    Session(1, TERMS, nn.Linear(4, 4)).codec()
+    with pytest.raises(MessageError):
+        Session(1, {**TERMS, **change}, nn.Linear(4, 4)).codec()
+
+
+def test_terms_that_would_fill_the_memory_are_refused_before() -> None:
+    with pytest.raises(MessageError, match="too many"):
+        Session(1, {**TERMS, "cut": 1}, nn.Linear(1000, 1000))
+
+
+def greet(model: nn.Module, door: Door, recipe: str = "r", **changes: Any) -> None:
+    hello = {**hello_of(model, recipe, None, "me"), **changes}
+    door.check(Message(Kind.HELLO, body=json.dumps(hello).encode()))
+
+
+def test_the_door_names_what_differs() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    net[0].bias.requires_grad_(False)
+    door = Door("r", net)
+    greet(net, door)
+    other = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    cases: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (net, {"recipe": "digits"}, "the worker trains the recipe 'digits', the server 'r'"),
+        (net, {"version": "0.0"}, "runs thinwire 0.0"),
+        (net, {"token": "x"}, "token"),
+        (net, {"slot": 10**9}, "slot"),
+        (net, {"parameters": [["0.weight", [4]]]}, "0.weight has the shape"),
+        (net, {"parameters": "x"}, "parameters"),
+        (net, {"buffers": []}, "a buffer 1.running_mean that the worker's lacks"),
+        (net, {"frozen": {}}, "0.bias is frozen on one side only"),
+        (nn.Sequential(nn.Linear(4, 3)), {}, "1.weight that the worker's lacks"),
+        (other, {}, "a parameter 0.bias that the server's lacks"),
+    ]
+    for model, changes, reason in cases:
+        with pytest.raises(MessageError, match=reason):
+            greet(model, door, **changes)
+    other[0].bias.requires_grad_(False)
+    with pytest.raises(MessageError, match=r"the frozen parameter 0\.bias has other values"):
+        greet(other, door)
+    other.load_state_dict(net.state_dict())
+    greet(other, door)

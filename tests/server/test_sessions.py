@@ -1,0 +1,252 @@
+"""Sessions: messages that are lost, peers that send nonsense; nothing is counted twice and nothing is lost."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.server.serving import Crew, Leaky, Ones, serving, small_net, train
+from thinwire.codec.codec import Codec
+from thinwire.codec.frame import Frame
+from thinwire.codec.selection import TopK
+from thinwire.codec.values import Float32
+from thinwire.server.courier import ServerError
+from thinwire.server.handshake import hello_of
+from thinwire.server.messages import Kind, Message, parse, with_json
+from thinwire.server.server import Server
+from thinwire.server.worker import Worker
+from thinwire.transport.addresses import connect
+from thinwire.transport.base import Connection
+
+
+def counting(**options: Any) -> Server:
+    model = Ones()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return Server(model, optimizer, reduce="sum", codec=0.3, cut=700, timeout=2.0, **options)
+
+
+class Noting(Codec):
+    """Notes which gradients it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(TopK(0.3), Float32(), min_numel=10)
+        self.given: dict[str, int] = {}
+
+    def fresh(self) -> "Noting":
+        return self
+
+    def encode(self, tensors: Any, **options: Any) -> Frame:
+        for name in tensors:
+            self.given[name] = self.given.get(name, 0) + 1
+        return super().encode(tensors, **options)
+
+
+LOSSES = {
+    "a push": ("out", Kind.PUSH, 7),
+    "the acknowledgement of a push that counted": ("in", Kind.ACK, 9),
+    "a pull": ("out", Kind.PULL, 20),
+    "a change": ("in", Kind.DELTA, 11),
+    "the full parameters": ("in", Kind.WHOLE, 2),
+    "a receipt": ("out", Kind.GOT, 9),
+    "a hello": ("out", Kind.HELLO, 1),
+    "a welcome": ("in", Kind.WELCOME, 1),
+}
+
+
+@pytest.mark.parametrize("losses", [*([what] for what in LOSSES), list(LOSSES)], ids=[*LOSSES, "all of them"])
+def test_whatever_message_is_lost_every_gradient_counts_once(losses: list[str]) -> None:
+    server, codec, model = counting(), Noting(), Ones()
+    with serving(server) as address:
+        connection = Leaky(address, *(LOSSES[what] for what in losses))
+        with Worker(connection, model, codec) as worker:
+            for _ in range(12):
+                model().backward()
+                worker.step()
+            worker.wait()
+        assert connection.lost == len(losses)
+    owned = dict(server.model.named_parameters())
+    for layer, part in server.layout.places():
+        for piece in server.layout.layers[layer].parts[part]:
+            counted = -owned[piece.parameter].detach().view(-1)[piece.begin : piece.end]
+            kept = codec.held(piece.name)["residual"]
+            assert torch.equal(counted + kept, torch.full_like(kept, codec.given[piece.name])), piece.name
+
+
+def stranger(address: str, messages: list[Any]) -> list[Message]:
+    """Say something to the server; returns what it answers, up to a refusal."""
+    connection = connect(address)
+    heard: list[Message] = []
+    try:
+        for message in messages:
+            connection.send(message.parts() if isinstance(message, Message) else message)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not any(m.kind in (Kind.REFUSED, Kind.AGAIN) for m in heard):
+            heard += [parse(parts) for parts in connection.poll(0.1)]
+    finally:
+        connection.close()
+    return heard
+
+
+def admitted(address: str, model: nn.Module) -> tuple[Connection, int, int]:
+    """A connection that is in: it, its session and its first step."""
+    connection = connect(address)
+    connection.send(with_json(Kind.HELLO, **hello_of(model, "", None, "x")).parts())
+    while True:
+        for parts in connection.poll(1.0):
+            message = parse(parts)
+            if message.kind is Kind.WELCOME:
+                return connection, message.session, message.json["first"]
+
+
+BAD: dict[str, Callable[[int, int], Message]] = {
+    "header": lambda s, c: Message(Kind.PUSH, s, body=b"x" * 100, clock=c),
+    "layer": lambda s, c: Message(Kind.PUSH, s, layer=2**32 - 1, clock=c),
+    "clock": lambda s, c: Message(Kind.PUSH, s, clock=c + 5, body=good_frame()),
+    "pull": lambda s, c: Message(Kind.PULL, s, clock=c + 7),
+    "got": lambda s, c: Message(Kind.GOT, s, number=10**12),
+    "kind": lambda s, c: Message(Kind.ACK, s),
+    "figures": lambda s, c: Message(Kind.BEAT, s, body=b'{"step": 1' + b"0" * 400 + b"}"),
+    "buffers": lambda s, c: Message(Kind.BUFFERS, s, body=b"123"),
+}
+
+
+def good_frame() -> bytes:
+    return Codec(1.0, Float32()).encode({"w": torch.ones(600)}).tobytes()
+
+
+def test_nonsense_drops_its_sender_and_never_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    def figures(member: Any, said: dict[str, Any]) -> None:
+        float(said["step"])
+
+    server = counting(on_figures=figures)
+    with serving(server) as address, caplog.at_level(logging.WARNING):
+        noise = [[os.urandom(36)], [b""], [os.urandom(36)] * 3, [b"TWPS" + bytes(32)]]
+        for parts in noise:
+            assert stranger(address, [parts])[-1].kind is Kind.REFUSED
+        assert stranger(address, [Message(Kind.PUSH, 12345)])[-1].kind is Kind.AGAIN
+        for what, bad in BAD.items():
+            connection, session, first = admitted(address, Ones())
+            connection.send(bad(session, first).parts())
+            heard: list[Message] = []
+            deadline = time.monotonic() + 20
+            while not any(m.kind is Kind.REFUSED for m in heard) and time.monotonic() < deadline:
+                heard += [parse(parts) for parts in connection.poll(0.1)]
+            assert any(m.kind is Kind.REFUSED for m in heard), what
+            connection.close()
+        # A member that sends noise is out as well, and not a stranger.
+        connection, _, _ = admitted(address, Ones())
+        connection.send([os.urandom(36)])
+        while server.members.active:
+            time.sleep(0.01)
+        connection.close()
+        with Worker(address, model := Ones(), "dense") as worker:
+            for _ in range(3):
+                model().backward()
+                worker.step()
+            worker.wait()
+    assert {float(-p.detach().max()) for p in server.model.parameters()} == {3.0}
+    assert "a stranger is refused: this is not a message of thinwire's" in caplog.text
+    assert "worker 0 (x) is refused: there is no part 0 of a layer 4294967295" in caplog.text
+
+
+def test_a_worker_with_another_recipe_or_model_is_refused_by_name() -> None:
+    server = counting(recipe="ones")
+    with serving(server) as address:
+        with pytest.raises(ServerError, match="the worker trains the recipe 'twos', the server 'ones'"):
+            Worker(address, Ones(), "dense", recipe="twos")
+        with pytest.raises(ServerError, match=r"parameter a\.weight that the worker's lacks"):
+            Worker(address, small_net(), "dense", recipe="ones")
+
+
+def test_an_error_of_the_owner_is_not_the_workers() -> None:
+    def fail(server: Server) -> None:
+        raise ValueError("my own mistake")
+
+    server, crew = counting(on_step=fail), Crew()
+    with pytest.raises(ValueError, match="my own mistake"), serving(server) as address:
+        crew.start(lambda: train_ones(address, patience=1.5))
+        while server.clock.step < 1:
+            time.sleep(0.01)
+    with pytest.raises(ServerError, match="nothing was heard of the server"):
+        crew.join()
+
+
+def train_ones(address: str, steps: int = 10**9, **options: Any) -> None:
+    model = Ones()
+    with Worker(address, model, "dense", **options) as worker:
+        for _ in range(steps):
+            if worker.stopped is not None:
+                return
+            model().backward()
+            worker.step()
+
+
+def test_twenty_joins_and_leaves_and_everybody_hears_of_the_end() -> None:
+    server, crew = counting(expect=2), Crew()
+    with serving(server) as address:
+        for _ in range(2):
+            crew.start(train_ones, address)
+        for i in range(20):
+            train_ones(address, steps=1 + i % 3)
+        late = crew.start(train_ones, address)
+        while server.members.joined < 23:
+            time.sleep(0.01)
+        server.stop("target")
+        late.join(30)
+        crew.join()
+    assert server.members.joined == 23
+    counts = {int(-value) for p in server.model.parameters() for value in p.detach().view(-1)}
+    assert min(counts) >= 2 * 20  # each of the twenty had company
+
+
+@pytest.mark.parametrize("mode", ["bsp", "async"])
+def test_a_gradient_that_is_not_finite_counts_for_nothing(mode: Any) -> None:
+    model = small_net()
+    server = Server(model, torch.optim.SGD(model.parameters(), lr=0.1), mode=mode, codec=0.2)
+    start = [p.detach().clone() for p in model.parameters()]
+    with serving(server) as address, Worker(address, net := small_net(), 0.1) as worker:
+        for step in range(3):
+            loss = net(torch.randn(4, 20)).sum() * (float("nan") if step == 1 else 1.0)
+            loss.backward()
+            worker.step()
+        worker.wait()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
+
+
+def test_sums_beyond_float32_are_left_out() -> None:
+    server = counting(expect=2)
+    crew = Crew()
+
+    def work() -> None:
+        net = Ones()
+        with Worker(address, net, "dense") as worker:
+            for factor in (1.0, 3e38, 1.0):
+                (net() * factor).backward()
+                worker.step()
+            worker.wait()
+
+    with serving(server, max_steps=3) as address:
+        crew.start(work), crew.start(work)
+        crew.join()
+    assert {float(v) for p in server.model.parameters() for v in p.detach().view(-1)} == {-4.0}
+
+
+def test_train_helper_still_learns_after_a_lost_session() -> None:
+    """The server forgets a worker at step 5; it comes back by itself."""
+
+    def forget(server: Server) -> None:
+        if server.clock.step == 5 and server.members.joined == 1:
+            server._leave(next(iter(server.members.active.values())), stays=True)
+
+    model = small_net()
+    server = Server(model, torch.optim.SGD(model.parameters(), lr=0.4), codec=0.2, on_step=forget)
+    with serving(server, max_steps=12) as address:
+        train(address, 0, codec=0.2)
+    assert server.members.joined == 2
+    assert server.clock.step == 12

@@ -1,0 +1,125 @@
+"""The parameter server trains: the same bits as one process, in every mode, with both directions compressed."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.server.serving import Crew, accuracy, gradients, serving, small_net, train
+from thinwire.codec.codec import Codec
+from thinwire.codec.memory import Drop
+from thinwire.codec.selection import TopK
+from thinwire.codec.values import Float32
+from thinwire.server.server import Server
+from thinwire.server.worker import Worker
+
+DENSE = Codec(TopK(1.0), Float32(), Drop())
+
+
+def sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1 if momentum else 0.4, momentum=momentum)
+
+
+def reference(workers: int, steps: int, reduce: str) -> nn.Module:
+    """The same algorithm in one process: gradients of all workers in turn, added, one step of the optimizer."""
+    model = small_net()
+    optimizer = sgd(model)
+    for step in range(steps):
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for slot in range(workers):
+            model.zero_grad()
+            gradients(model, step, slot)
+            for t, p in zip(total, model.parameters(), strict=True):
+                assert p.grad is not None
+                t += p.grad
+        for t, p in zip(total, model.parameters(), strict=True):
+            p.grad = t / workers if reduce == "mean" else t
+        optimizer.step()
+    return model
+
+
+def trained(
+    workers: int, steps: int, push: Any = DENSE, overlap: bool = True, momentum: float = 0.9, **options: Any
+) -> Server:
+    model = small_net()
+    server = Server(model, sgd(model, momentum), expect=workers, **options)
+    crew = Crew()
+    with serving(server, max_steps=steps) as address:
+        for slot in range(workers):
+            crew.start(lambda slot=slot: train(address, slot, codec=push, overlap=overlap))
+        crew.join()
+    return server
+
+
+def same_bits(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_bsp_equals_one_process_bit_for_bit(reduce: str, overlap: bool) -> None:
+    server = trained(3, 12, overlap=overlap, reduce=reduce, cut=1000, codec=None)
+    assert same_bits(server.model, reference(3, 12, reduce))
+
+
+def test_a_bound_of_zero_is_bulk_synchronous_bit_for_bit() -> None:
+    bsp = trained(3, 12, push="percentile90", codec=0.1, mode="bsp")
+    ssp = trained(3, 12, push="percentile90", codec=0.1, mode="ssp", bound=0)
+    assert same_bits(bsp.model, ssp.model)
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy"),
+    [
+        ("bsp", "fifo"),
+        ("bsp", "filo"),
+        ("bsp", "stalest"),
+        ("bsp", "forward"),
+        ("ssp", "stalest"),
+        ("async", "forward"),
+    ],
+)
+def test_every_mode_and_policy_learns_with_both_ways_compressed(mode: str, policy: str) -> None:
+    server = trained(3, 100, push=0.2, codec=0.2, momentum=0.0, mode=mode, policy=policy, cut=2000, window=3000)
+    assert accuracy(server.model) > 0.8
+    assert all(p.isfinite().all() for p in server.model.parameters())
+
+
+def test_worker_and_server_differ_by_what_the_server_holds_back() -> None:
+    model = small_net()
+    server = Server(model, sgd(model), expect=2, codec=0.05, cut=2000)
+    crew = Crew()
+    workers: dict[int, nn.Module] = {}
+
+    def work(slot: int) -> None:
+        net = small_net(slot + 7)
+        with Worker(address, net, 0.1, slot=slot) as worker:
+            for _ in range(30):
+                gradients(net, worker.clock, slot)
+                worker.step()
+            worker.wait()
+            workers[slot] = net
+            meeting.wait(30)
+            meeting.wait(30)
+
+    meeting = threading.Barrier(3)
+    with serving(server) as address:
+        for slot in range(2):
+            crew.start(work, slot)
+        meeting.wait(60)
+        held = 0
+        for member in server.members.active.values():
+            names = dict(workers[member.slot].named_parameters())
+            for layer, part in server.layout.places():
+                pieces = server.layout.layers[layer].parts[part]
+                for piece, missing in zip(pieces, server.views.held_back(member.session, layer, part), strict=True):
+                    mine = dict(model.named_parameters())[piece.parameter].detach().view(-1)[piece.begin : piece.end]
+                    theirs = names[piece.parameter].detach().view(-1)[piece.begin : piece.end]
+                    assert torch.equal(mine - theirs, missing)
+                    held += int((missing != 0).sum())
+        assert held > 0  # else nothing was proved
+        meeting.wait(30)
+        crew.join()
+    assert same_bits(workers[0], workers[1])

@@ -1,0 +1,127 @@
+"""Training over datagrams: lost ones change when a gradient counts and never what both sides believe."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.server.serving import Crew, accuracy, gradients, serving, small_net, train
+from tests.server.test_training import DENSE, reference, same_bits, sgd
+from tests.transport.lossy_socket import opener
+from thinwire.codec.codec import Codec
+from thinwire.codec.selection import TopK
+from thinwire.codec.values import Float32
+from thinwire.errors import TransportError
+from thinwire.race.served import check_terms
+from thinwire.server.server import Server
+from thinwire.server.worker import Worker
+from thinwire.transport import udp
+from thinwire.transport.addresses import listen
+
+
+def one_layer() -> nn.Module:
+    """A single part, to keep many steps short; large enough for several datagrams a step."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(20, 96))
+
+
+def test_without_loss_it_equals_one_process_bit_for_bit() -> None:
+    model = small_net()
+    server = Server(model, sgd(model), expect=2, codec=None, cut=2000)
+    crew = Crew()
+    with serving(server, max_steps=8, transport="udp") as address:
+        for slot in range(2):
+            crew.start(lambda slot=slot: train(address, slot, codec=DENSE))
+        crew.join()
+    assert same_bits(server.model, reference(2, 8, "mean"))
+
+
+@pytest.mark.parametrize(("mode", "on_loss"), [("bsp", "restore"), ("async", "restore"), ("bsp", "ignore")])
+def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(udp, "open_socket", opener(0.2))
+    model = small_net()
+    server = Server(model, sgd(model, 0.0), expect=2, codec=0.2, cut=2000, mode=mode, on_loss=on_loss)  # type: ignore[arg-type]
+    crew = Crew()
+    workers: list[Worker] = []
+    with serving(server, max_steps=100, transport="udp") as address:
+        for slot in range(2):
+            crew.start(lambda slot=slot: workers.append(train(address, slot, codec=0.2)))
+        crew.join()
+    assert accuracy(server.model) > 0.75
+    assert all((worker._courier.restored > 0) == (on_loss == "restore") for worker in workers)
+
+
+def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server's view of each worker is that worker's model, bit for bit, and no gradient is lost."""
+    monkeypatch.setattr(udp, "open_socket", opener(0.2))
+    monkeypatch.setattr(udp, "MTU", 300)  # many datagrams even of a small model
+    model = one_layer()
+    server = Server(model, torch.optim.SGD(model.parameters(), lr=0.0625), expect=2, codec=0.1, reduce="sum")
+    begun = [p.detach().clone() for p in model.parameters()]
+    crew, meeting = Crew(), threading.Barrier(3)
+    workers: dict[int, Worker] = {}
+    pushed = {slot: [torch.zeros_like(p) for p in model.parameters()] for slot in range(2)}
+
+    def work(slot: int) -> None:
+        net = one_layer()
+        with Worker(address, net, Codec(TopK(0.1), Float32()), slot=slot, overlap=False) as worker:
+            for _ in range(500):
+                gradients(net, worker.clock, slot)
+                for total, p in zip(pushed[slot], net.parameters(), strict=True):
+                    assert p.grad is not None
+                    total += p.grad
+                worker.step()
+            worker.wait()
+            workers[slot] = worker
+            meeting.wait(60)
+            meeting.wait(60)
+
+    with serving(server, transport="udp") as address:
+        for slot in range(2):
+            crew.start(work, slot)
+        meeting.wait(110)
+        own = dict(model.named_parameters())
+        for member in server.members.active.values():
+            theirs = dict(workers[member.slot].model.named_parameters())
+            for layer, part in server.layout.places():
+                pieces = server.layout.layers[layer].parts[part]
+                for piece, missing in zip(pieces, server.views.held_back(member.session, layer, part), strict=True):
+                    ours = own[piece.parameter].detach().view(-1)[piece.begin : piece.end]
+                    view = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]
+                    assert torch.equal(ours - view, missing)
+            figures = server.listener_figures(member)
+            assert figures["datagrams_lost"] > 100 and figures["datagrams_missing"] > 100
+        for (name, p), start, one, two in zip(own.items(), begun, pushed[0], pushed[1], strict=True):
+            applied = (start - p.detach()) / 0.0625
+            whole = f"{name}[0:{p.numel()}]"
+            held = [workers[slot].codec.held(whole)["residual"].view_as(p) for slot in range(2)]
+            torch.testing.assert_close(applied + held[0] + held[1], one + two, rtol=0.0, atol=2e-2)
+        meeting.wait(60)
+        crew.join()
+
+
+def test_words_of_the_command_line() -> None:
+    assert check_terms("topk1", None, "bsp", "mean", "forward", "udp", "ignore", 1200)["on_loss"] == "ignore"
+    for transport, on_loss, mtu, match in (
+        ("tcp", "ignore", None, "go with --transport udp"),
+        ("tcp", "restore", 1200, "go with --transport udp"),
+        ("udp", "hope", None, "restore"),
+        ("udp", "restore", 100, "--mtu is from 256"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            check_terms("topk1", None, "bsp", "mean", "forward", transport, on_loss, mtu)
+    with pytest.raises(ValueError, match="--mtu goes with udp"):
+        listen("tcp://127.0.0.1:0", mtu=1200)
+    with pytest.raises(TransportError, match="make keys"):
+        listen("udp://0.0.0.0:0")
+
+
+def test_a_worker_must_use_the_servers_transport() -> None:
+    model = small_net()
+    with serving(Server(model, sgd(model)), transport="udp") as address, pytest.raises(Exception, match="same --trans"):
+        train(address.replace("udp://", "tcp://"), 0)
+    with serving(Server(model, sgd(model))) as address, pytest.raises(Exception, match="refused this worker"):
+        train(address.replace("tcp://", "udp://"), 0)

@@ -1,0 +1,105 @@
+"""Scenarios of MPI alone: messages that its own side never sends, and ends of jobs."""
+
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from tests.transport.scenarios import END, Scenario, arriving, echo, raises, replies
+from thinwire.errors import TransportError
+from thinwire.transport import Connection, Listener, connect, listen, mailbox
+from thinwire.transport.mpi import MpiConnection, MpiListener
+
+
+def opened(connection: Connection) -> MPI.Intracomm:
+    """The communicator below a connection, once it is there and what was sent before it is on its way."""
+    while (comm := mailbox.communicator()) is None:
+        connection.poll(0.01)
+    connection.poll(0.0)
+    return comm
+
+
+def hostile_server(listener: Listener, workers: int) -> None:
+    """Messages that are too large or make no sense are discarded and counted, and the next one arrives."""
+    assert isinstance(listener, MpiListener)
+    vars(mailbox)["MOST_BYTES"] = 1 << 20
+    MPI.COMM_WORLD.Barrier()
+    echo(listener, workers)
+    assert listener.discarded == 4
+
+
+def hostile_worker(connect: Callable[[], Connection], number: int) -> None:
+    MPI.COMM_WORLD.Barrier()
+    connection = connect()
+    comm = opened(connection)
+    bad = (bytes(10 << 20), b"", b"\7" * 100, bytes((1 << 20) + 1))
+    requests = [comm.Isend([data, MPI.BYTE], 0, mailbox.TAG) for data in bad]
+    connection.send([END])
+    assert next(replies(connection)) == [END]
+    MPI.Request.Waitall(requests)
+    connection.close()
+
+
+def unread_server(listener: Listener, workers: int) -> None:
+    """A peer that does not read is bounded; both sides end although their messages never arrive."""
+    peer, _ = next(arriving(listener))
+    sent = 0
+    while listener.send(peer, [bytes(10_000)]):
+        sent += 1
+        assert sent < 10_000
+    assert sent >= 1000
+    MPI.COMM_WORLD.Barrier()
+
+
+def unread_worker(connect: Callable[[], Connection], number: int) -> None:
+    connection = connect()
+    connection.send([b"here"])
+    opened(connection)
+    MPI.COMM_WORLD.Barrier()
+    connection.send([bytes(50 << 20)])
+    # It ends without a goodbye and without a look at what was sent to it.
+
+
+def ended_server(listener: Listener, workers: int) -> None:
+    """A server that ends is silent, after everything that it said before, and what is sent to it then harms nobody."""
+    for _, (peer, _) in zip(range(workers), arriving(listener), strict=False):
+        assert listener.send(peer, [b"last words"])
+
+
+def ended_worker(connect: Callable[[], Connection], number: int) -> None:
+    connection = connect()
+    connection.send([b"here"])
+    answers = replies(connection)
+    assert next(answers) == [b"last words"]
+    for _ in range(3):
+        assert connection.poll(0.05) == []
+        connection.send([bytes(10 << 20)])
+    connection.close()
+
+
+def rules_server(listener: Listener, workers: int) -> None:
+    """Rank 0 listens and all others connect, one at a time."""
+    with raises(TransportError, "already"):
+        listen("mpi://")
+    with raises(TransportError, "rank 0 cannot be a worker"):
+        connect("mpi://")
+    echo(listener, workers)
+
+
+def rules_worker(connect: Callable[[], Connection], number: int) -> None:
+    with raises(TransportError, "rank 1 cannot be a server"):
+        listen("mpi://")
+    connection = connect()
+    assert isinstance(connection, MpiConnection)
+    with raises(TransportError, "already"):
+        connect()
+    connection.send([END])
+    assert next(replies(connection)) == [END]
+    connection.close()
+
+
+MPI_SCENARIOS = {
+    "hostile": Scenario(hostile_server, hostile_worker, 1),
+    "unread": Scenario(unread_server, unread_worker, 1),
+    "ended": Scenario(ended_server, ended_worker, 2),
+    "rules": Scenario(rules_server, rules_worker, 1),
+}

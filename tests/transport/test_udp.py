@@ -1,0 +1,202 @@
+"""The udp transport: pieces that may be lost are reported, everything else arrives once and in order."""
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.transport.lossy_socket import opener
+from thinwire.errors import TransportError
+from thinwire.transport import udp
+from thinwire.transport.addresses import connect, listen
+from thinwire.transport.envelope import Report, pack_data, read_control, read_data, read_envelope, read_reports
+from thinwire.transport.gathering import Gathering
+from thinwire.transport.pieces import pack, unpack
+from thinwire.transport.sealing import KEY_BYTES, Opener, Sealer, new_keys, session_of
+
+Sides = tuple[udp.UdpListener, udp.UdpConnection]
+
+
+@contextmanager
+def sides() -> Iterator[Sides]:
+    listener = listen("udp://127.0.0.1:0")
+    connection = connect(listener.address)
+    assert isinstance(listener, udp.UdpListener) and isinstance(connection, udp.UdpConnection)
+    try:
+        yield listener, connection
+    finally:
+        connection.close()
+        listener.close()
+
+
+def until(both: Sides, done: Callable[[], bool], got: list[list[bytes]], answers: list[list[bytes]]) -> bytes:
+    """Let both sides work until something is true; returns the worker's name."""
+    peer, limit = b"", time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < limit, "it takes too long"
+        for sender, parts in both[0].poll(0.01):
+            peer = sender
+            got.append([bytes(part) for part in parts])
+        for parts in both[1].poll(0.01):
+            answers.append([bytes(part) for part in parts])
+    return peer
+
+
+def opened(both: Sides) -> bytes:
+    """Past the handshake: datagrams pass both ways; returns the worker's name."""
+    got: list[list[bytes]] = []
+    both[1].send([b"hello"])
+    peer = until(both, lambda: len(got) == 1, got, [])
+    until(both, lambda: both[1]._path is not None and both[1]._path.address is not None, got, [])
+    return peer
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.2])
+def test_messages_keep_their_order_and_losses_are_told(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(udp, "open_socket", opener(loss))
+    with sides() as both:
+        listener, connection = both
+        peer = opened(both)
+        lost: dict[int, frozenset[int]] = {}
+        connection.on_report = lambda ticket, missing: lost.update({ticket: missing})
+        got: list[list[bytes]] = []
+        sent = {}
+        for i in range(60):
+            pieces = [os.urandom(700) for _ in range(5)]
+            ticket = connection.send_pieces(b"bulk %d" % i, pieces)
+            assert ticket is not None
+            sent[b"bulk %d" % i] = pieces, ticket
+            connection.send([b"plain %d" % i])
+        until(both, lambda: len(got) == 120 and len(lost) == 60, got, [])
+        assert [parts[0] for parts in got] == [word % i for i in range(60) for word in (b"bulk %d", b"plain %d")]
+        missing = 0
+        for head, body in (parts for parts in got if parts[0].startswith(b"bulk")):
+            pieces, ticket = sent.pop(head)
+            arrived = unpack(body)
+            assert arrived.total == 3500 and arrived.count == 5
+            assert {i: bytes(p) for i, p in arrived.arrived.items()} == {
+                i: p for i, p in enumerate(pieces) if i not in lost[ticket]
+            }
+            missing += len(lost[ticket])
+        assert not sent
+        assert (missing > 20) == (loss > 0)
+        # And back.
+        answers: list[list[bytes]] = []
+        assert listener.send_pieces(peer, b"head", [b"x" * 100]) is not None
+        listener.send(peer, [b"end"])
+        until(both, lambda: len(answers) == 2, [], answers)
+        assert [a[0] for a in answers] == [b"head", b"end"]
+
+
+def test_strangers_change_nothing() -> None:
+    """Noise, and copies of true datagrams, on the port: counted, nothing else."""
+    with sides() as both:
+        opened(both)
+        listener, connection = both
+        assert connection._path is not None
+        true = [connection._path.sealer.seal(pack_data(7, 0, 2, b"h", b"p" * 50, 0.0)) for _ in range(4)]
+        chance = random.Random(1)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            to = ("127.0.0.1", listener._port)
+            for i in range(3000):
+                forged = bytearray(true[i % 4])
+                forged[chance.randrange(len(forged))] ^= 1 << chance.randrange(8)
+                stranger.sendto(bytes(forged), to)
+                stranger.sendto(chance.randbytes(chance.randrange(200)), to)
+                listener._engine.receive()
+            for _ in range(2):
+                stranger.sendto(true[0], to)
+        got: list[list[bytes]] = []
+        connection.send([b"still here"])
+        until(both, lambda: got == [[b"still here"]] and sum(listener.rejected.values()) >= 6001, got, [])
+        counted = listener.rejected
+        assert counted["forged"] > 1000 and counted["foreign"] > 1000
+        assert counted["replayed"] >= 1 and counted["truncated"] > 10
+        path = next(iter(listener._paths.values()))
+        assert path.gathering.received == 1  # the one true copy
+
+
+def test_a_worker_without_datagrams_still_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(udp, "open_socket", opener(1.0))
+    with sides() as both:
+        listener, connection = both
+        got: list[list[bytes]] = []
+        connection.send([b"hello"])
+        peer = until(both, lambda: len(got) == 1, got, [])
+        assert connection.send_pieces(b"head", [b"a", b"bc"]) is None
+        answers: list[list[bytes]] = []
+        assert listener.send_pieces(peer, b"back", [b"d"]) is None
+        until(both, lambda: len(got) == 2 and len(answers) == 1, got, answers)
+        assert {i: bytes(p) for i, p in unpack(got[1][1]).arrived.items()} == {0: b"a", 1: b"bc"}
+
+
+def test_a_restarted_server_gives_a_new_session() -> None:
+    with sides() as both:
+        opened(both)
+        address = both[0].address
+        both[0].close()
+        again = listen(address)
+        assert isinstance(again, udp.UdpListener)
+        try:
+            got: list[list[bytes]] = []
+
+            def heard() -> bool:
+                both[1].send([b"anybody?"])
+                return bool(got)
+
+            until((again, both[1]), heard, got, [])
+            assert got[0] == [b"anybody?"]
+        finally:
+            again.close()
+
+
+def test_seals() -> None:
+    keys = new_keys()
+    sealer, opener_ = Sealer(5, keys[:KEY_BYTES]), Opener(keys[:KEY_BYTES])
+    first, second = sealer.seal(b"one"), sealer.seal(b"two")
+    assert session_of(first) == 5 and session_of(b"short") is None
+    assert opener_.open(second) == b"two" and opener_.open(first) == b"one"  # swapped is fine
+    assert opener_.open(first) is None and opener_.open(second) is None
+    assert opener_.open(first[:-1]) is None
+    assert Opener(keys[KEY_BYTES:]).open(first) is None
+    assert b"one" not in first
+
+
+@given(st.binary(max_size=200))
+def test_broken_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
+    for read in (unpack, read_data, read_reports, read_control, lambda d: read_envelope([d])):
+        try:
+            read(data)
+        except (TransportError, IndexError):
+            pass
+        except Exception as error:
+            assert type(error).__name__ == "error"  # struct.error, which the engine expects
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(41, 60))
+def test_reports_and_pieces_say_what_was_lost(lost: set[int], count: int) -> None:
+    report = Report(9, count, 0.001, 0.002, frozenset(lost))
+    assert read_reports(report.pack() * 2) == [report, report]
+    arrived = {i: bytes([i]) * i for i in range(count) if i not in lost}
+    back = unpack(pack(count, 1000, arrived.items()))
+    assert {i: bytes(p) for i, p in back.arrived.items()} == arrived and back.count == count
+
+
+def test_the_deadline_follows_what_was_measured() -> None:
+    gathering, waits = Gathering(), []
+    for late in (0.0, 0.2):
+        for message in range(100):
+            number = message + int(late * 1000)
+            gathering.add(number, 0, 2, b"", b"x", 0.0, 100.0)
+            gathering.begin(number, 2, 2, b"", 100.0)
+            gathering.end(number, 2, 2, b"", 100.0)
+            gathering.add(number, 1, 2, b"", b"x", 0.0, 100.0 + late)
+            gathering.close(number)
+        waits.append(gathering.lateness.wait)
+    assert waits[0] < 0.01 and 0.2 < waits[1] < 0.4

@@ -1,0 +1,38 @@
+"""One rank that trains with "auto" in the lab and tells after every step what it does."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire as tw
+from thinwire.ddp.pilot import Pilot
+from thinwire.tune.auto import Policy
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(300, 340))
+    link = tw.attach(model, "auto")
+    pilot = model._thinwire_dispatcher.pilot  # type: ignore[union-attr]
+    assert isinstance(pilot, Pilot)
+    # So small a model is as fast dense as compressed on a fast link: which of them wins must not depend on the machine.
+    pilot._policy = Policy(compress_from=0.75)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(int(sys.argv[1])):
+        optimizer.zero_grad()
+        model(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            bandwidth = pilot.decisions[-1].network.bandwidth if pilot.decisions else 0.0
+            print(f"STEP {step} {bandwidth:.0f} {int(pilot.setting.compressed)} {pilot.setting}", flush=True)
+    link.detach()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

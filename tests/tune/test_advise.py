@@ -1,0 +1,138 @@
+"""Advice: right about the network, plain where compression does not pay, and a page that a browser draws."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.report.browser import render
+from tests.tune.test_forecast import WORK
+from thinwire import cli
+from thinwire.lab.testing import require_lab
+from thinwire.race.measuring import in_buckets, measure, subject_of
+from thinwire.tune.advise import advise, at_rates, crossings
+from thinwire.tune.forecast import DENSE, FP16, SETTINGS, forecast
+from thinwire.tune.network import Network
+
+THINWIRE = Path(sys.executable).with_name("thinwire")
+
+
+def own_model() -> tuple[nn.Module, object]:
+    """What a user's module:function may return."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    x = torch.randn(8, 64)
+
+    def loss(model: nn.Module) -> Tensor:
+        result: Tensor = (model(x) - x).square().mean()
+        return result
+
+    return net, loss
+
+
+def no_model() -> int:
+    return 5
+
+
+def wire(rate: float) -> Network:
+    return Network.ideal(8, rate, 1e-4)
+
+
+def test_thin_wires_are_worth_it_and_thick_ones_are_told_plainly() -> None:
+    thin, thick = advise(SETTINGS, WORK, wire(5e7)), advise(SETTINGS, WORK, wire(1e11))
+    assert thin.compress and thin.verdict.startswith("Compress: 0.01 takes") and "attach(" in thin.verdict
+    assert not thick.compress and thick.verdict.startswith("Do not compress: dense takes")
+    assert {row.method for row in thin.rows} == {"dense", "fp16", "0.1", "0.01", "0.001"}
+    for row in thin.rows:
+        assert row.efficiency == pytest.approx(1.0 / (1.0 + row.tax))
+        assert 0.0 <= row.uncertainty < 0.3
+
+
+def test_the_crossing_is_where_a_method_gains_five_per_cent() -> None:
+    found = crossings(SETTINGS, WORK, wire)
+    rate = found["0.1"]
+    assert rate is not None
+    those = [forecast(s, WORK, wire(rate)).seconds for s in SETTINGS if s.name == "0.1"]
+    assert min(those) == pytest.approx(0.95 * forecast(DENSE, WORK, wire(rate)).seconds, rel=1e-6)
+    rates, curves = at_rates(SETTINGS, WORK, wire, points=9)
+    assert len(rates) == 9 and all(len(curve) == 9 for curve in curves.values())
+    assert curves["dense"] == sorted(curves["dense"], reverse=True)
+
+
+def test_gradients_fill_buckets_as_in_ddp() -> None:
+    filled = [(2000, 1.0), (300_000, 1.1), (4_000_000, 1.2), (3_000_000, 1.3), (10, 1.5)]
+    buckets, ready = in_buckets(filled)
+    assert buckets == (302_000, 7_000_000, 10)
+    assert ready == pytest.approx((-0.4, -0.2, 0.0))
+
+
+def test_a_model_is_measured_with_its_codecs() -> None:
+    subject = subject_of("tests.tune.test_advise:own_model")
+    found = measure(subject, ["topk1", "percentile90"], steps=2)
+    work = found.work
+    assert work.elements == 64 * 256 + 256 + 256 * 64 + 64 and work.compute > 0.0
+    assert work.codecs is not None and work.codecs["percentile90"].frame > 4 * work.codecs["topk1"].frame
+    assert work.alpha is not None and 0.0 < work.alpha[0.001] < work.alpha[0.1] < 1.0
+    assert forecast(FP16, work, wire(1e6)).seconds < forecast(DENSE, work, wire(1e6)).seconds
+
+
+def test_the_command_gives_a_table_figures_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file, page = tmp_path / "advice.json", tmp_path / "advice.html"
+    words = ["advise", "--model", "tests.tune.test_advise:own_model", "--hosts", "14", "--rate", "1mbit"]
+    assert cli.run([*words, "--methods", "topk1", "--json", str(json_file), "--report", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "Compress: " in said and "pays up to" in said
+    figures = json.loads(json_file.read_text())
+    assert figures["hosts"] == 14 and figures["compress"] and figures["recommended"] == "topk1"
+    dense, _, sparse = figures["methods"]
+    assert dense["step_ms"] > sparse["step_ms"] > figures["compute_ms"]
+    assert dense["bytes_per_host_step"] == pytest.approx(2 * 4 * figures["parameters"] * 13 / 14)
+    rendered = render(page)
+    assert rendered.console == []
+    assert re.search(r'<html[^>]* data-drawn="[1-9]', rendered.dom)
+    assert len(re.findall(r'class="trace scatter trace\w+"', rendered.dom)) >= 3
+    assert figures["verdict"].split(";")[0] in rendered.dom
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--rate", "fast"], "fast"),
+        (["--rate", "none"], "needs a rate"),
+        (["--methods", "magic"], "magic"),
+        (["--model", "nonsense"], "nonsense"),
+        (["--model", "tests.tune.test_advise:no_model"], "must return a Recipe, or a model and"),
+        (["--probe"], "torchrun"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["advise", *words]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and hint in said
+
+
+def test_real_links_are_probed_in_the_lab(tmp_path: Path) -> None:
+    require_lab()
+    advice = [str(THINWIRE), "advise", "--probe", "--model", "tests.tune.test_advise:own_model", "--methods", "topk1"]
+    command = [
+        str(THINWIRE),
+        "lab",
+        "--hosts",
+        "2",
+        "--rate",
+        "20mbit",
+        "--",
+        *advice,
+        "--json",
+        str(tmp_path / "a.json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["probed"] and figures["hosts"] == 2
+    assert 12e6 < figures["rate"] < 24e6

@@ -1,0 +1,199 @@
+"""attach(model, "auto") on real processes: all ranks choose alike, change their mind together, and lose nothing."""
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire as tw
+from tests.cluster import Cluster
+from tests.ddp import jobs
+from thinwire.ddp import pilot as module
+from thinwire.lab import Lab
+from thinwire.lab.testing import require_lab
+from thinwire.tune.network import Network
+
+
+def piloted(model: DDP) -> module.Pilot:
+    found = model._thinwire_dispatcher.pilot  # type: ignore[union-attr]
+    assert isinstance(found, module.Pilot)
+    return found
+
+
+class Weather:
+    """Stands in for the probe: the network that a test wants, from exact steps on."""
+
+    def __init__(self, world: int, rates: dict[int, float]) -> None:
+        self.world, self.rates = world, rates
+        self.step = 0
+
+    def __call__(self, channel: Any) -> Network:
+        rate = next(r for step, r in sorted(self.rates.items(), reverse=True) if self.step >= step)
+        return Network.ideal(self.world, rate, 1e-7)
+
+
+def flight(rank: int, world: int, rates: dict[int, float], steps: int, nap: dict[int, float]) -> dict[str, Any]:
+    """Train with auto under a weather; waits are stretched by `nap` seconds from exact steps on, as a network would."""
+    weather, real, ended = Weather(world, rates), module.Pilot.probe, module.Pilot.ended
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    logging.getLogger("thinwire").setLevel(logging.INFO)
+
+    def slowly(self: module.Pilot) -> None:
+        ended(self)
+        assert self._now is not None
+        self._now.ended += next((s for step, s in sorted(nap.items(), reverse=True) if weather.step >= step), 0.0)
+
+    module.Pilot.probe, module.Pilot.ended = weather, slowly  # type: ignore[assignment,method-assign]
+    try:
+        model = jobs.make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        link = tw.attach(model, "auto", optimizer=optimizer, check_every=5)
+        chosen, modes = [], []
+        for step in range(steps):
+            weather.step = step
+            jobs.train(model, rank, range(step, step + 1), optimizer)
+            chosen.append(str(piloted(model).setting))
+            modes.append(piloted(model).width)
+        figures, why = link.stats(), link.why
+        held = sum(
+            float(t.abs().sum()) for n, _ in model.module.named_parameters() for t in link.codec.held(n).values()
+        )
+        link.detach()
+    finally:
+        module.Pilot.probe, module.Pilot.ended = staticmethod(real), ended  # type: ignore[method-assign]
+        logging.getLogger("thinwire").removeHandler(handler)
+    return {
+        "chosen": chosen,
+        "modes": modes,
+        "digest": jobs.digest(model),
+        "steps": figures["steps"],
+        "sent": figures["last_step"]["bytes_sent"],
+        "held": held,
+        "why": why,
+        "log": [line for line in records if line.startswith("auto")],
+    }
+
+
+def alike(flown: list[dict[str, Any]]) -> dict[str, Any]:
+    for other in flown[1:]:
+        assert (other["chosen"], other["modes"], other["digest"]) == tuple(
+            flown[0][key] for key in ("chosen", "modes", "digest")
+        )
+        assert other["log"] == []  # one line in all, not one a rank
+    return flown[0]
+
+
+def test_on_a_fast_network_it_is_dense_and_holds_nothing_back(cluster: Cluster) -> None:
+    seen = alike(cluster.run(flight, 3, 3, {0: 1e13}, 20, {}))
+    assert seen["chosen"][0] == "0.01 by gather" and seen["chosen"][-1] == "dense"
+    assert seen["modes"][-1] == 4 and seen["held"] == 0.0
+    assert seen["steps"] >= 19
+    parameters = sum(p.numel() for p in jobs.Net().parameters())
+    assert seen["sent"] == 2 * 4 * parameters * 2 // 3
+    assert len(seen["log"]) == 1 and "dense at" in seen["log"][0] and seen["why"] in seen["log"][0]
+
+
+def test_when_the_network_becomes_slow_it_compresses_and_back(cluster: Cluster) -> None:
+    rates = {0: 1e13, 25: 2e5, 60: 1e13}
+    seen = alike(cluster.run(flight, 2, 2, rates, 110, {0: 0.0, 25: 5.0, 60: 0.0}))
+    assert seen["chosen"][20] == "dense"
+    assert "by" in seen["chosen"][45], "a slow network at step 25 must be noticed within 20 steps"
+    assert seen["chosen"][-1] == "dense" and seen["held"] == 0.0
+    changes = sum(a != b for a, b in zip(seen["chosen"], seen["chosen"][1:], strict=False))
+    assert changes == 3 == len(seen["log"])  # the first decision, there and back; no hunting
+
+
+def test_a_network_with_moods_is_no_reason_to_hunt(cluster: Cluster) -> None:
+    rates = {step: 2e6 * (1.0 + 0.3 * (step // 10 % 2)) for step in range(0, 90, 10)}
+    seen = alike(cluster.run(flight, 2, 2, rates, 90, {s: 0.05 * (1 + s // 10 % 2) for s in range(0, 90, 10)}))
+    assert len(set(seen["chosen"][10:])) == 1 and len(seen["log"]) == 1
+
+
+def alone(rank: int) -> list[Any]:
+    """One rank; a real probe; the exchange may not be chosen besides."""
+    model = jobs.make()
+    link = tw.attach(model, "auto")
+    jobs.train(model, rank, range(12), torch.optim.SGD(model.parameters(), lr=0.1))
+    width = piloted(model).width
+    link.detach()
+    try:
+        tw.attach(jobs.make(), "auto", exchange="gather")
+    except ValueError as error:
+        return [width, str(error)]
+    return [width]
+
+
+def test_one_rank_has_nothing_to_choose(cluster: Cluster) -> None:
+    (seen,) = cluster.run(alone, 1)
+    assert seen == [4, '"auto" chooses the exchange itself: leave exchange out, or name a codec']
+
+
+def really(rank: int) -> tuple[list[int], str, int]:
+    """No weather: the probe measures loopback."""
+    model = jobs.make()
+    link = tw.attach(model, "auto")
+    jobs.train(model, rank, range(30), torch.optim.SGD(model.parameters(), lr=0.1))
+    made = len(piloted(model).decisions)
+    state = link.state_dict()
+    link.detach()
+    again = jobs.make()
+    resumed = tw.attach(again, "auto")
+    resumed.load_state_dict(state)
+    jobs.train(again, rank, range(3), torch.optim.SGD(again.parameters(), lr=0.1))
+    resumed.detach()
+    return jobs.digest(model) + jobs.digest(again), link.why, made
+
+
+def test_with_a_real_probe_the_ranks_stay_together(cluster: Cluster) -> None:
+    (first, why, made), (second, other, _) = cluster.run(really, 2)
+    assert first == second and why == other and made >= 1
+    assert "Mbit/s" in why
+
+
+def adaptive(rank: int, agree: str | None) -> tuple[list[int], list[float], bool]:
+    cost = tw.Measured()
+    model = jobs.make()
+    link = tw.attach(model, tw.Codec(tw.Adaptive(cost, agree=agree)), exchange="gather")  # type: ignore[arg-type]
+    jobs.train(model, rank, range(20), torch.optim.SGD(model.parameters(), lr=0.1))
+    link.wait()
+    aims = [state.get("agreed", -1.0) for _, state in sorted(link.codec.learned.items())]
+    selection = link.codec.selection
+    assert isinstance(selection, tw.Adaptive) and selection.elements == sum(p.numel() for p in model.parameters())
+    link.detach()
+    return jobs.digest(model), aims, cost.known
+
+
+@pytest.mark.parametrize("agree", ["mean", "min", None])
+def test_adaptive_ranks_agree_on_what_they_send(cluster: Cluster, agree: str | None) -> None:
+    (digest, aims, known), (other, others, _) = cluster.run(adaptive, 2, agree)
+    assert digest == other and known
+    assert aims == others
+    assert all((aim > 0.0) == (agree is not None) for aim in aims)
+
+
+def test_in_the_lab_a_rate_that_falls_is_noticed_within_fifty_steps() -> None:
+    require_lab()
+    seen: list[tuple[int, float, bool]] = []
+
+    def read(host: int, line: str) -> None:
+        if line.startswith("STEP "):
+            step, bandwidth, compressed, *_ = line.split()[1:]
+            seen.append((int(step), float(bandwidth), compressed == "1"))
+            if int(step) == 30:
+                for each in range(2):
+                    lab.set_rate(each, "10mbit")
+
+    with Lab(2, rate="1gbit") as lab:
+        command = [sys.executable, "-m", "tests.tune.pilot_worker", "82"]
+        result = lab.run(command, output=read, timeout=100)
+    assert result.failure is None, result.hosts[0].lines[-5:]
+    before = [bandwidth for step, bandwidth, _ in seen if 20 <= step <= 30]
+    after = next((step for step, bandwidth, compressed in seen if step > 30 and bandwidth < 20e6 and compressed), None)
+    assert min(before) > 20e6, "the first probe sees a fast link"
+    assert after is not None and after <= 30 + 50, seen[-1]

@@ -1,0 +1,106 @@
+"""Forecasts and decisions: arithmetic that every rank repeats, so that it must be right and steady."""
+
+import pytest
+
+from thinwire.tune.auto import Policy, Watch, decide
+from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Setting, Workload, at_density, forecast, frame_bytes, sent
+from thinwire.tune.network import Line, Network
+
+# The convnet of SparsifyGradients on a slow core: 7 MB of gradients, 40 ms of computing.
+WORK = Workload(
+    0.04,
+    (1_500_000, 256_426),
+    (-0.02, 0.0),
+    encode=0.002,
+    decode=0.0002,
+    copy=0.001,
+    alpha={0.1: 0.6, 0.01: 0.12, 0.001: 0.02},
+)
+
+
+def test_a_network_from_a_rate_moves_what_the_collectives_move() -> None:
+    network = Network.ideal(4, 1e8, 1e-4)
+    assert network.gather(1000) == pytest.approx(3 * (1e-4 + 8000 / 1e8))
+    assert network.reduce(4_000_000) == pytest.approx(6 * 1e-4 + 1.5 * 32e6 / 1e8)
+    assert network.scatter(4000) == pytest.approx(2 * network.gather(1000))
+    assert network.bandwidth == pytest.approx(1e8)
+
+
+def test_probes_give_a_line_even_when_they_contradict_each_other() -> None:
+    assert Line.through((64, 0.001), (65_600, 0.011))(65_600) == pytest.approx(0.011)
+    odd = Line.through((64, 0.002), (65_600, 0.001))
+    assert odd.per_byte > 0.0 and odd.fixed > 0.0
+
+
+def test_what_the_backward_pass_hides_is_not_waited_for() -> None:
+    network = Network.ideal(4, 1e9, 0.0)
+    first = network.reduce(4 * 1_500_000)
+    last = network.reduce(4 * 256_426)
+    assert forecast(DENSE, WORK, network).seconds == pytest.approx(0.04 + max(first - 0.02, 0.0) + last)
+    assert forecast(DENSE, WORK, network).sent == 2 * 4 * WORK.elements * 3 / 4
+
+
+def test_frames_are_as_large_as_the_codec_makes_them() -> None:
+    import torch
+
+    import thinwire as tw
+
+    for density in (0.1, 0.01, 0.001):
+        frame = tw.Codec(tw.TopK(density, exact=True)).encode({"w": torch.randn(300_000)})
+        assert frame_bytes(Setting("x", density=density), 300_000) == pytest.approx(len(frame), rel=0.08, abs=80)
+    scattered, gathered = (sent(Setting("x", e, density=0.01), WORK, 64) for e in ("scatter-reduce", "gather"))
+    assert scattered < gathered / 10
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(20e6, "0.01 by scatter-reduce"), (200e6, "0.01 by gather"), (100e9, "dense")],
+)
+def test_thin_wires_are_compressed_for_and_fast_ones_are_not(rate: float, expected: str) -> None:
+    decision = decide(WORK, Network.ideal(4, rate, 5e-5))
+    assert str(decision.setting) == expected
+    assert len(decision.forecasts) == len(SETTINGS)
+    words = decision.why()
+    assert words.startswith(expected) and "\n" not in words and f"{rate / 1e6:,.0f} Mbit/s" in words
+    assert ("dense " in words) and ("alpha" in words) == decision.setting.compressed
+
+
+def test_many_workers_scatter() -> None:
+    assert decide(WORK, Network.ideal(256, 1e8, 1e-5)).setting.exchange == "scatter-reduce"
+
+
+def test_what_carries_too_little_is_not_chosen() -> None:
+    slow = Network.ideal(4, 1e6, 1e-4)
+    assert decide(WORK, slow).setting.density == 0.01
+    assert decide(WORK, slow, policy=Policy(alpha=0.01)).setting.density == 0.001
+    assert decide(WORK, slow, policy=Policy(alpha=0.9)).setting == FP16
+
+
+def test_a_small_gain_is_no_reason_to_change() -> None:
+    present = Setting("0.01", "gather", density=0.01)
+    for rate in (80e6, 100e6, 120e6, 200e6):  # a network with moods
+        decision = decide(WORK, Network.ideal(4, rate, 5e-5), present)
+        assert not decision.changed
+    assert decide(WORK, Network.ideal(4, 1e11, 5e-5), DENSE).setting == DENSE
+    assert decide(WORK, Network.ideal(4, 20e6, 5e-5), DENSE).changed
+
+
+def test_the_watch_notices_what_matters_and_nothing_else() -> None:
+    watch = Watch()
+    assert not watch.suspicious([0.1, 0.11, 0.1], 0.2)  # the yardstick
+    assert not watch.suspicious([0.12, 0.1, 0.13], 0.2)
+    assert watch.suspicious([0.5, 0.6, 0.4], 0.6)
+    assert watch.suspicious([0.01, 0.02, 0.01], 0.1)
+    watch.reset()
+    assert not watch.suspicious([0.5, 0.6, 0.4], 0.6)
+    watch.reset()
+    assert not watch.suspicious([0.0001], 0.04)
+    assert not watch.suspicious([0.0015], 0.04)  # fifteen times as long, and still nothing
+
+
+def test_alpha_between_the_densities_that_were_measured() -> None:
+    assert WORK.alpha is not None
+    assert at_density(WORK.alpha, 0.01) == pytest.approx(0.12)
+    assert 0.12 < at_density(WORK.alpha, 0.03) < 0.6
+    assert at_density(WORK.alpha, 0.0001) == pytest.approx(0.002)
+    assert at_density(WORK.alpha, 0.5) == 0.6
