@@ -64,7 +64,7 @@ def test_mpi(tmp_path: Path) -> None:
         (["--server", "--mode", "slow"], "--mode is one of bsp, ssp, async"),
         (["--server", "--policy", "best"], "the policy 'best' is unknown"),
         (["--server", "--pull", "nothing"], "no preset is called 'nothing'"),
-        (["--transport", "mpi"], "mpi goes with --server"),
+        (["--transport", "mpi"], "the last two go with --server"),
     ],
 )
 def test_impossible_words_are_one_sentence(

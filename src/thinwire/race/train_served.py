@@ -23,7 +23,7 @@ from thinwire.report.summary import last_value, reached
 def describe_served(recipe: Recipe, terms: Terms, place: Field) -> Run:
     """The first record of a log that a parameter server writes."""
     work = Work(recipe.name, None, (), terms.plan)
-    way = "" if terms.transport == "tcp" else f":{terms.transport}-{terms.on_loss}"
+    way = f":udp-{terms.on_loss}" if terms.transport == "udp" else ""
     return describe_run(recipe, work, place, f"{terms.mode}:{terms.push}/{terms.pull}{way}", terms.seed)
 
 
