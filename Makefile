@@ -18,7 +18,7 @@ lint: setup
 	$(BIN)/mypy
 
 pytest: setup
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 fuzz: setup
 	$(BIN)/python native/fuzz/run.py --seconds $(or $(SECONDS_TO_RUN),60)
