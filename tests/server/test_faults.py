@@ -51,7 +51,8 @@ def check_acks(end: dict[str, Any], worker: dict[str, Any], apart: int = 1) -> N
     """What a worker was told to have counted was counted, once."""
     accepted = Counter((p, clock) for token, _, p, clock in end["accepted"] if token == worker["token"])
     assert set(map(tuple, worker["acked"])) <= set(accepted)
-    assert len(worker["seen"]) <= 1 + apart  # parts differ by a step at the most when training ends
+    # Parts differ by a step at the most when training ends, and by those whom a fault kept from some parts of a step.
+    assert max(worker["seen"]) - min(worker["seen"]) <= 3 * (1 + apart)
     assert max(worker["seen"]) <= max(max(values) for values in end["counts"])
 
 
