@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,7 +54,6 @@ def serve_command(
     from thinwire.race.plans import make_plan
     from thinwire.race.race import Field
     from thinwire.race.served import Serving, Terms, check_terms
-    from thinwire.race.status import serve_metrics, status
     from thinwire.race.train_served import describe_served
     from thinwire.recipes import get_recipe
     from thinwire.transport.addresses import listen
@@ -80,26 +80,32 @@ def serve_command(
     place = Field(expect, None, shlex.join(["thinwire", *sys.argv[1:]]))
     console = Console(stderr=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console)])
-    waiting: list[Any] = []
-    serving = Serving(made, data, terms, waiting.append)
-    resumed = serving.server.clock.step
-    with EventLog(path, describe_served(made, terms, place), resume_at=resumed or None) as log:
-        listener = listen(f"{transport}://{bind}:{port}", keys=keys, insecure=insecure, mtu=mtu)
-        serving.emit = log.write
-        print(
-            json.dumps({"listening": listener.address}) if as_json else f"listening on {listener.address}", flush=True
-        )
-        stop_metrics = serve_metrics(metrics, lambda: status(serving.server, serving.values)) if metrics else None
-        signal.signal(signal.SIGTERM, lambda *_: serving.server.stop("interrupted"))
-        try:
-            end = log.end(_watched(serving, listener, console, as_json))
-        finally:
-            if stop_metrics is not None:
-                stop_metrics()
+    # Before anything is loaded or written: an address that cannot be had is a mistake of the user's.
+    with closing(listen(f"{transport}://{bind}:{port}", keys=keys, insecure=insecure, mtu=mtu)) as listener:
+        serving = Serving(made, data, terms, lambda event: None)
+        run = describe_served(made, terms, place)
+        with EventLog(path, run, resume_at=serving.server.clock.step or None) as log:
+            serving.emit = log.write
+            said = {"listening": listener.address}
+            print(json.dumps(said) if as_json else f"listening on {listener.address}", flush=True)
+            end = log.end(_served(serving, listener, console, metrics, as_json))
     test = serving.values.get("test")
     shown = "" if test is None else f", {made.metric} {test:.4f} on the test split"
     steps = serving.server.clock.step
     console.print(f"{made.name}: {end.reason} after {steps} steps{shown}; the log is {path}.", highlight=False)
+
+
+def _served(serving: Any, listener: Any, console: Console, metrics: int | None, as_json: bool) -> str:
+    """Serve to the end, with metrics if a port for them was given; SIGTERM ends it with a checkpoint."""
+    from thinwire.race.status import serve_metrics, status
+
+    stop_metrics = serve_metrics(metrics, lambda: status(serving.server, serving.values)) if metrics else None
+    signal.signal(signal.SIGTERM, lambda *_: serving.server.stop("interrupted"))
+    try:
+        return _watched(serving, listener, console, as_json)
+    finally:
+        if stop_metrics is not None:
+            stop_metrics()
 
 
 def _watched(serving: Any, listener: Any, console: Console, as_json: bool) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from thinwire.errors import ThinwireError
-from thinwire.events import Event, EventLog, Run
+from thinwire.events import EventLog, Run
 from thinwire.race.launch import launch
 from thinwire.race.live import LiveRuns
 from thinwire.race.race import Field, describe_run
@@ -72,16 +72,21 @@ class ServedTraining:
             )
         torch.set_num_threads(1)
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-        if rank != 0:
-            run_worker(self.served, "mpi://", rank)
-            return None
+        try:
+            if rank != 0:
+                run_worker(self.served, "mpi://", rank)
+                return None
+            return self._serve_over_mpi()
+        except (ThinwireError, ValueError) as error:
+            # The other ranks would wait for this one for ever.
+            print(f"thinwire: rank {rank}: {error}", file=sys.stderr, flush=True)
+            MPI.COMM_WORLD.Abort(2)
+            raise
+
+    def _serve_over_mpi(self) -> str:
         began = time.monotonic()
         with EventLog(self.log, describe_served(self.recipe, self.served.terms, self.place)) as log:
-
-            def keep(event: Event) -> None:
-                log.write(event)
-
-            log.end(run_server(self.served, "mpi://", keep))
+            log.end(run_server(self.served, "mpi://", log.write))
         return self._summary(log, time.monotonic() - began)
 
     def _summary(self, log: EventLog, seconds: float) -> str:
