@@ -104,7 +104,7 @@ class Codec:
             raise ValueError(f"a step counts from 0, not {step}")
         active = {name: self._checked(name, t) for name, t in tensors.items() if name not in hold}
         for name, gradient in active.items():
-            if not _finite(gradient):
+            if not finite(gradient):
                 return name
         at = self.step if step is None else step
         self.step = at + 1
@@ -301,7 +301,8 @@ class Codec:
                 raise ValueError(f"{name}: the state's {slot} holds a value that is not finite")
 
 
-def _finite(tensor: Tensor) -> bool:
+def finite(tensor: Tensor) -> bool:
+    """Whether every element of a contiguous tensor is finite."""
     if tensor.device.type != "cpu":
         return bool(tensor.isfinite().all())
     return _native.all_finite(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel())
