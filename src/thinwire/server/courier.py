@@ -145,7 +145,7 @@ class Courier:
             raise ServerError(f"nothing was heard of the server for {patience:g} s: is it still running?")
 
     def _raise(self) -> None:
-        if self.error is not None:
+        if self.error is not None and self.stopped is None:  # a server that has ended training may be gone
             raise self.error
 
     # The thread
