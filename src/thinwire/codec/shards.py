@@ -10,9 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from thinwire import _native
 from thinwire.codec.codec import Codec, open_writer
-from thinwire.codec.frame import Frame, FrameReader
-from thinwire.codec.writing import SentEntries, take_entries
+from thinwire.codec.frame import Frame, FrameReader, section_bound
+from thinwire.codec.selection import Strata
+from thinwire.codec.values import Float32
+from thinwire.codec.vectors import Vector
+from thinwire.codec.writing import Chosen, Entries, Place, SentEntries, put_native, take_entries
 from thinwire.errors import FrameError
 
 # The first tensor's place in the batch, and the element from which its positions count.
@@ -38,6 +42,21 @@ class _Open:
         return _PLACE.pack(self.tensor, self.begin) + self.buffer[:length].numpy().tobytes()
 
 
+def _lift_entries(vector: Vector, chosen: Chosen) -> Entries:
+    """The chosen entries as they are, out of the memory: one pass of the kernels, through a frame of exact values.
+
+    By torch operations it takes seven times as long.
+    """
+    bound = section_bound(vector.n, vector.n, Float32(), whole=chosen.whole, strata=isinstance(chosen.cut, Strata))
+    buffer, writer = open_writer(_native.HEADER_BYTES + bound)
+    put_native(writer, Place(0, Float32(), 0, 0), vector, chosen)
+    reader = FrameReader(buffer[: writer.finish(0)], [vector.n])
+    positions, values = (
+        reader.entries(reader.sections[0]) if reader.sections else (torch.empty(0, dtype=torch.int64), torch.empty(0))
+    )
+    return Entries(positions, values, positions)
+
+
 def encode_shards(
     codec: Codec, tensors: Mapping[str, Tensor], budget: int, *, step: int, hold: Collection[str] = ()
 ) -> tuple[list[bytes], int] | str:
@@ -47,10 +66,10 @@ def encode_shards(
         return batch
     shards: list[bytes] = []
     shard: _Open | None = None
-    total = 0
+    total, native = 0, codec.native_for(batch.vectors)
     for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
         section, place = batch.sections[i], codec.place(batch, i, 0)
-        entries = take_entries(vector.settled(), chosen)
+        entries = _lift_entries(vector, chosen) if native else take_entries(vector.settled(), chosen)
         sent, low, high = SentEntries(entries), 0, len(entries.values)
         total += high
         while low < high:
