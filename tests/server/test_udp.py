@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.server.serving import Crew, accuracy, gradients, serving, small_net, train
 from tests.server.test_training import DENSE, reference, same_bits, sgd
-from tests.transport.lossy_socket import opener
+from tests.transport.lossy_socket import lose
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
@@ -17,7 +17,7 @@ from thinwire.errors import TransportError
 from thinwire.race.served import check_terms
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.transport import udp
+from thinwire.transport import udp_listener
 from thinwire.transport.addresses import listen
 
 
@@ -40,7 +40,7 @@ def test_without_loss_it_equals_one_process_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(("mode", "on_loss"), [("async", "restore"), ("bsp", "ignore")])
 def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(udp, "open_socket", opener(0.2))
+    lose(monkeypatch, 0.2)
     model = small_net()
     server = Server(model, sgd(model, 0.0), expect=2, codec=0.2, cut=2000, mode=mode, on_loss=on_loss)  # type: ignore[arg-type]
     crew = Crew()
@@ -57,8 +57,8 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server's view of each worker is that worker's model, bit for bit, and no gradient is lost."""
-    monkeypatch.setattr(udp, "open_socket", opener(0.2))
-    monkeypatch.setattr(udp, "MTU", 300)  # many datagrams even of a small model
+    lose(monkeypatch, 0.2)
+    monkeypatch.setattr(udp_listener, "MTU", 300)  # many datagrams even of a small model
     model = one_layer()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.0625), expect=2, codec=0.1, reduce="sum")
     begun = [p.detach().clone() for p in model.parameters()]

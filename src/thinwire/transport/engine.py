@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from thinwire.errors import TransportError
-from thinwire.transport.envelope import CONTROL, DATA, PROBE, Kind, read_control, read_data
+from thinwire.transport.envelope import CONTROL, DATA, PROBE, read_control, read_data
 from thinwire.transport.mtu import LARGEST_DATAGRAM
 from thinwire.transport.path import Path
 from thinwire.transport.sealing import OVERHEAD, session_of
@@ -24,6 +24,8 @@ log = logging.getLogger("thinwire.transport")
 # Datagrams that are read before others get a turn.
 _AT_ONCE = 128
 _BUFFER = 1 << 22
+# Datagrams come in bursts: to wake up for each of them would take the processor from whoever computes.
+_GATHER = 0.0007
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
 _STAMPED = struct.Struct("@qq")
@@ -64,7 +66,9 @@ class Engine(threading.Thread):
         while not self._ending:
             try:
                 pause = self.pump_all()
-                waiting.poll(min(pause, 0.25) * 1000)
+                ready = waiting.poll(min(pause, 0.25) * 1000)
+                if ready and ready[0][0] == self._socket.fileno():
+                    time.sleep(_GATHER)
                 with contextlib.suppress(OSError):
                     self._poked.recv(4096)
                 if self.receive():
@@ -95,19 +99,20 @@ class Engine(threading.Thread):
                     self._socket.sendto(datagram, path.address)
 
     def pump(self, path: Path) -> tuple[float, bool]:
-        """Let leave what may; returns the seconds until more may, and whether a message's last word was said."""
+        """Let leave what may; returns the seconds until more may, and whether a message's last word may be said."""
         ended = False
         with self.lock:
+            delay, waiting = 3600.0, len(path.queue)
             while path.queue:
-                now = time.monotonic()
-                datagram, delay = path.next_datagram(now)
+                datagram, delay = path.next_datagram(time.monotonic())
                 if datagram is None:
-                    return delay, ended
+                    break
                 self.transmit(path, [datagram])
-                if path.queue[0].next == len(path.queue[0].pieces):
-                    self.transmit(path, path.end_sent(now))
-                    ended = True
-        return 3600.0, ended
+                delay = 3600.0
+            ended = len(path.queue) < waiting
+            datagrams, pause = path.express(time.monotonic())
+            self.transmit(path, datagrams)
+        return min(delay, pause), ended
 
     def pump_all(self) -> float:
         """One round over all paths; returns the seconds until the next is due."""
@@ -166,20 +171,17 @@ class Engine(threading.Thread):
             return False
 
     def _believe(self, path: Path, plain: bytes, address: tuple[str, int], stamp: float) -> bool:
-        kind, now, opened = plain[0], time.monotonic(), False
+        kind, opened = plain[0], False
         if not self._probes and path.address != address:
             opened, path.address = path.address is None, address
             if opened:
                 path.open_to_peer()
         if kind == DATA:
             message, index, count, head, piece, sent = read_data(plain)
-            return path.gathering.add(message, index, count, head, piece, stamp - sent, now) or opened
+            return path.take_piece(message, index, count, head, piece, sent, stamp) or opened
         if kind == CONTROL:
-            envelope = read_control(plain)
-            if envelope is not None and envelope.kind > Kind.AGAIN:
-                path.take(envelope, now, reliable=False)
-                return True
-        elif kind != PROBE:
+            return path.take_control(*read_control(path.session, plain)) or opened
+        if kind != PROBE:
             raise TransportError("a datagram of a kind that there is not")
         return opened
 
