@@ -15,6 +15,7 @@ from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
 from thinwire.errors import TransportError
 from thinwire.race.served import check_terms
+from thinwire.server.lossy_views import LossyViews
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport import udp_listener
@@ -56,7 +57,7 @@ def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.Mon
 def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server's view of each worker is that worker's model, bit for bit, and no gradient is lost."""
+    """The server's view of a worker is its model bit for bit, but for what it is owed, and no gradient is lost."""
     lose(monkeypatch, 0.2)
     monkeypatch.setattr(udp_listener, "MTU", 300)  # many datagrams even of a small model
     model = one_layer()
@@ -92,14 +93,20 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
             assert time.monotonic() < deadline, "reports of what arrived are missing"
             time.sleep(0.02)
         own = dict(model.named_parameters())
+        assert isinstance(server.views, LossyViews)
         for member in server.members.active.values():
             theirs = dict(workers[member.slot].model.named_parameters())
             for layer, part in server.layout.places():
                 pieces = server.layout.layers[layer].parts[part]
-                for piece, missing in zip(pieces, server.views.held_back(member.session, layer, part), strict=True):
+                owed = server.views.owed(member.session, layer, part)
+                all_missing = server.views.held_back(member.session, layer, part)
+                for tensor, (piece, missing) in enumerate(zip(pieces, all_missing, strict=True)):
                     ours = own[piece.parameter].detach().view(-1)[piece.begin : piece.end]
                     view = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]
-                    assert torch.equal(ours - view, missing)
+                    agreed = torch.ones(len(missing), dtype=torch.bool)
+                    agreed[owed.get(tensor, torch.tensor([], dtype=torch.int64))] = False
+                    assert agreed.float().mean() > 0.8 or len(agreed) < 100  # of a step's 10 %, what was lost last
+                    assert torch.equal((ours - view)[agreed], missing[agreed])
             figures = server.listener_figures(member)
             assert figures["datagrams_lost"] > 100 and figures["datagrams_missing"] > 100
         for (name, p), start, one, two in zip(own.items(), begun, pushed[0], pushed[1], strict=True):
