@@ -25,7 +25,7 @@ log = logging.getLogger("thinwire.transport")
 _AT_ONCE = 128
 _BUFFER = 1 << 22
 # Datagrams come in bursts: to wake up for each of them would take the processor from whoever computes.
-_GATHER = 0.0007
+_GATHER = 0.001
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
 _STAMPED = struct.Struct("@qq")
@@ -56,7 +56,7 @@ class Engine(threading.Thread):
         self._poked, self._poker = socket.socketpair()
         self._poked.setblocking(False)
         self._poker.setblocking(False)
-        self._probed = 0.0
+        self._probed = self._sleeps_until = 0.0
         self._ending = False
 
     def run(self) -> None:
@@ -65,8 +65,9 @@ class Engine(threading.Thread):
         waiting.register(self._poked, select.POLLIN)
         while not self._ending:
             try:
-                pause = self.pump_all()
-                ready = waiting.poll(min(pause, 0.25) * 1000)
+                pause = min(self.pump_all(), 0.25)
+                self._sleeps_until = time.monotonic() + pause
+                ready = waiting.poll(1000 * pause)
                 if ready and ready[0][0] == self._socket.fileno():
                     time.sleep(_GATHER)
                 with contextlib.suppress(OSError):
@@ -100,7 +101,6 @@ class Engine(threading.Thread):
 
     def pump(self, path: Path) -> tuple[float, bool]:
         """Let leave what may; returns the seconds until more may, and whether a message's last word may be said."""
-        ended = False
         with self.lock:
             delay, waiting = 3600.0, len(path.queue)
             while path.queue:
@@ -109,27 +109,39 @@ class Engine(threading.Thread):
                     break
                 self.transmit(path, [datagram])
                 delay = 3600.0
-            ended = len(path.queue) < waiting
-            datagrams, pause = path.express(time.monotonic())
-            self.transmit(path, datagrams)
-        return min(delay, pause), ended
+            return min(delay, self.express(path)), len(path.queue) < waiting
+
+    def express(self, path: Path) -> float:
+        """Send short envelopes as datagrams where that is worth it; returns the seconds until it is again."""
+        now = time.monotonic()
+        datagrams, pause = path.express(now)
+        self.transmit(path, datagrams)
+        path.express_at = now + pause
+        return pause
 
     def pump_all(self) -> float:
-        """One round over all paths; returns the seconds until the next is due."""
+        """One round over all paths that have anything to send; returns the seconds until the next is due."""
+        now = time.monotonic()
         with self.lock:
             paths = list(self.paths.values())
-        rounds = [self.pump(path) for path in paths]
+            rounds = [self.pump(path) for path in paths if path.queue or now >= path.express_at]
         if any(ended for _, ended in rounds):
             self._wake()
         if self._probes:
             for path in paths:
                 self._probe(path)
-        return min((delay for delay, _ in rounds), default=3600.0)
+        later = [path.express_at - now for path in paths]
+        return max(0.0, min([*(delay for delay, _ in rounds), *later], default=3600.0))
 
     def poke(self) -> None:
         """Something new waits to leave."""
         with contextlib.suppress(OSError):
             self._poker.send(b"\0")
+
+    def poke_before(self, moment: float) -> None:
+        """Something must be looked after at that time: wake the thread if it would sleep for longer."""
+        if moment < self._sleeps_until - 0.002:
+            self.poke()
 
     def _probe(self, path: Path) -> None:
         """A datagram of full size: it tells the server where we are, and proves that such datagrams pass."""

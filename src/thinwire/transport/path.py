@@ -76,6 +76,7 @@ class Path:
         self.address: tuple[str, int] | None = None  # where datagrams go; None: nowhere yet
         self.queue: deque[Sending] = deque()  # waits for the pacer
         self._out, self._in = Outgoing(session, mtu - OVERHEAD - CONTROL_BYTES), Incoming()
+        self.express_at = 0.0  # when short envelopes must be looked after
         self._opened = False  # whether the other side must be told that its datagrams arrive
         self._reports: list[bytes] = []
         self._unreported: dict[int, Sending] = {}

@@ -118,12 +118,10 @@ class UdpConnection(Connection):
             return
         with self._engine.lock:
             messages = self._path.drain()
-            datagrams, pause = self._path.express(time.monotonic())
-            self._engine.transmit(self._path, datagrams)
+            self._engine.express(self._path)
         for parts in messages:
             self._tcp.send(parts)
-        if datagrams and pause < 1.0:
-            self._engine.poke()
+        self._engine.poke_before(self._path.express_at)
         now = time.monotonic()
         if now - self._told > TOLD_EVERY and self._path.counts["sent"]:
             self._told = now

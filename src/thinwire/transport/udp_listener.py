@@ -126,13 +126,11 @@ class UdpListener(Listener):
         for peer, path in list(self._paths.items()):
             with self._engine.lock:
                 messages = path.drain()
-                datagrams, pause = path.express(time.monotonic())
-                self._engine.transmit(path, datagrams)
+                self._engine.express(path)
             for parts in messages:
                 if not self._tcp.send(peer, parts):
                     self._unreachable.add(peer)
-            if datagrams and pause < 1.0:
-                self._engine.poke()
+            self._engine.poke_before(path.express_at)
         now = time.monotonic()
         if now - self._told > TOLD_EVERY:
             self._told = now
