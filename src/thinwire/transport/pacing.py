@@ -1,8 +1,8 @@
 """Pacing: how fast datagrams leave, learned from the receiver's reports.
 
 A window grows and shrinks like that of Linux's TCP (CUBIC, RFC 9438), and leaves evenly over a round trip, at about
-the rate at which datagrams were seen to arrive. Loss without a standing queue is the link's own: going slower would
-not help, and is not done. The rule is documented in docs/udp.md.
+the rate at which datagrams were seen to arrive, and not above the share that the receiver gives. Loss without a
+standing queue is the link's own: going slower would not help, and is not done. The rule is in docs/udp.md.
 """
 
 import time
@@ -19,10 +19,16 @@ _MOST = 1.25e9  # bytes a second
 _FALL, _STEEP = 0.7, 0.4
 # Delay above the least that was seen lately, from which on a queue stands: several senders' short bursts make less.
 QUEUE = 0.020
+# As near to the longest queue of late as this, its end is reached: others lose datagrams there even if we do not.
+_TOP = 0.85
+# More than this is no link's own loss, whatever the delays say: a queue may have been there from the beginning.
+_TOO_MUCH = 0.3
 # Above the rate of arrival, so that a free link is found: while the window doubles, and after.
 _PROBING, _STEADY = 2.0, 1.25
 # Reports whose rates of arrival are remembered, and datagrams that one must be about to show a rate.
 _RATES, _ENOUGH = 32, 8
+# Seconds of its share that a sender may have saved for a burst.
+_SAVED = 0.05
 # Weight of a report in the smoothed loss, for each datagram that it is about.
 _SMOOTH = 1 / 256
 
@@ -42,8 +48,26 @@ class Seen:
     grant: int = 0  # what the receiver has for this sender, bytes a second; 0: as much as there is
 
 
+class Bucket:
+    """A token bucket."""
+
+    def __init__(self, rate: float, depth: float) -> None:
+        self.rate, self.depth = rate, depth
+        self._tokens, self._filled = depth, time.monotonic()
+
+    def delay(self, size: int, now: float) -> float:
+        """Seconds until so many bytes may leave; 0 if now."""
+        self._tokens = min(self.depth, self._tokens + (now - self._filled) * self.rate)
+        self._filled = now
+        return 0.0 if self._tokens >= size else (size - self._tokens) / self.rate
+
+    def spend(self, size: int) -> None:
+        """They leave."""
+        self._tokens -= size
+
+
 class Pacer:
-    """A token bucket whose rate adapts."""
+    """Two token buckets: one's rate adapts, the other's is the share that the receiver gives."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -54,15 +78,17 @@ class Pacer:
         self.grant = 0
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._doubling = True
-        self.rate = self._now_rate()  # bytes a second
         self._before, self._fell = float(_START), time.monotonic()  # the window at the last fall, and when
-        self._tokens, self._filled = float(self._depth), time.monotonic()
+        self._longest: deque[float] = deque(maxlen=256)  # queueing delays of late
+        self._own, self._shared = Bucket(self.rate, self._depth), Bucket(_MOST, _MOST)
 
-    def _now_rate(self) -> float:
+    @property
+    def rate(self) -> float:
+        """Bytes a second, the receiver's share aside."""
         found = self.window * self._size / max(self.trip or _FIRST_TRIP, 1e-3)
         if self._rates:
             found = min(found, (_PROBING if self._doubling else _STEADY) * max(self._rates))
-        return min(found, self.grant or _MOST, _MOST)
+        return min(found, _MOST)
 
     @property
     def _depth(self) -> float:
@@ -71,13 +97,12 @@ class Pacer:
 
     def delay(self, size: int, now: float) -> float:
         """Seconds until a datagram of this size may leave; 0 if now."""
-        self._tokens = min(self._depth, self._tokens + (now - self._filled) * self.rate)
-        self._filled = now
-        return 0.0 if self._tokens >= size else (size - self._tokens) / self.rate
+        return max(self._own.delay(size, now), self._shared.delay(size, now))
 
     def spend(self, size: int) -> None:
         """A datagram leaves."""
-        self._tokens -= size
+        self._own.spend(size)
+        self._shared.spend(size)
 
     def learn(self, seen: Seen, now: float) -> None:
         """Take in a report."""
@@ -90,12 +115,20 @@ class Pacer:
         arrived = seen.sent - seen.lost
         if arrived >= _ENOUGH and seen.span > 0.0:
             self._rates.append(seen.size * (arrived - 1) / seen.sent / seen.span)
-        if (seen.lost and seen.queue > QUEUE) or self._overrun(seen, usual):
-            if now - self._fell > self.trip:  # one round trip's losses are one sign
+        self._longest.append(seen.queue)
+        if self._crowded(seen) or self._overrun(seen, usual):
+            if now - self._fell > 2 * self.trip:  # one round trip's losses are one sign, and it shows one later
                 self._fall(now)
         elif seen.tried:
             self._grow(seen, now)
-        self.rate = self._now_rate()
+        self._own.rate, self._own.depth = self.rate, self._depth
+        self._shared.rate = seen.grant or _MOST
+        self._shared.depth = max(BURST * self._size, _SAVED * self._shared.rate)
+
+    def _crowded(self, seen: Seen) -> bool:
+        """A queue stands, and its end was reached."""
+        full = seen.lost > 0 or seen.queue > _TOP * max(self._longest)
+        return (seen.queue > QUEUE and full) or self.loss > _TOO_MUCH
 
     def _overrun(self, seen: Seen, usual: float) -> bool:
         """Far more was lost than usual and the rest came far apart: a queue too short to show as a delay."""

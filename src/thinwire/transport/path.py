@@ -27,6 +27,7 @@ from thinwire.transport.gathering import Gathering, Message
 from thinwire.transport.pacing import Pacer, Seen
 from thinwire.transport.pieces import pack
 from thinwire.transport.sealing import KEY_BYTES, OVERHEAD, Opener, Sealer
+from thinwire.transport.shares import Shares
 
 # Messages one after the other of which nothing arrived, and for how long datagrams are not tried after them.
 _DEAF, _REST = 8, 10.0
@@ -65,7 +66,7 @@ class Outcome:
 class Path:
     """One session."""
 
-    def __init__(self, session: int, keys: bytes, *, server: bool, mtu: int) -> None:
+    def __init__(self, session: int, keys: bytes, *, server: bool, mtu: int, shares: Shares | None = None) -> None:
         mine, theirs = keys[:KEY_BYTES], keys[KEY_BYTES:]
         if not server:
             mine, theirs = theirs, mine
@@ -73,6 +74,7 @@ class Path:
         self.sealer, self.opener = Sealer(session, mine), Opener(theirs)
         self.pacer = Pacer(mtu)
         self.gathering = Gathering()
+        self._shares = shares  # server: among all that send to it
         self.address: tuple[str, int] | None = None  # where datagrams go; None: nowhere yet
         self.queue: deque[Sending] = deque()  # waits for the pacer
         self._out, self._in = Outgoing(session, mtu - OVERHEAD - CONTROL_BYTES), Incoming()
@@ -81,6 +83,7 @@ class Path:
         self._reports: list[bytes] = []
         self._unreported: dict[int, Sending] = {}
         self._deaf, self._rests = 0, 0.0
+        self._news = 0.0  # when a datagram of envelopes last brought any
         self._repeated = False  # the other side sent what is here already: it must hear so
         self.counts: Counter[str] = Counter()
         self.welcome = b""  # server: what the worker was told of this session
@@ -193,7 +196,11 @@ class Path:
         """A datagram of short envelopes; whether any is news."""
         self._out.acknowledge(due)
         news = any([self.take(each, reliable=False) for each in envelopes])
-        self._repeated |= bool(envelopes) and not news
+        now = time.monotonic()
+        if news:
+            self._news = now
+        # Copies come together; what comes again later was not answered.
+        self._repeated |= bool(envelopes) and now - self._news > _GRAIN
         return news
 
     def take_piece(
@@ -202,6 +209,8 @@ class Path:
         """A datagram of a message; whether the message is complete and in turn."""
         if not self._in.due <= message <= self._in.due + AHEAD and not self.gathering.knows(message):
             return False
+        if self._shares is not None:
+            self._shares.note(self.session, self.mtu, stamp)
         whole = self.gathering.add(message, index, count, head, piece, sent, stamp)
         return whole and message == self._in.due
 
@@ -234,8 +243,11 @@ class Path:
         self.gathering.close(message.number)
         lost = frozenset(range(message.count)) - message.pieces.keys()
         hold = now - message.last if message.pieces else 0.0
-        span = message.stamps[1] - message.stamps[0]
-        self._reports.append(Report(message.number, message.count, lost, hold, message.queue, span).pack())
+        span, grant = message.stamps[1] - message.stamps[0], 0
+        if self._shares is not None and message.pieces:
+            self._shares.learn(message.queue, len(lost) / message.count)
+            grant = self._shares.grant(message.stamps[1])
+        self._reports.append(Report(message.number, message.count, lost, hold, message.queue, span, grant).pack())
         total = sum(map(len, message.pieces.values())) if message.whole else message.total
         return [message.head, pack(message.count, total, sorted(message.pieces.items()))]
 

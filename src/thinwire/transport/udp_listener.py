@@ -15,6 +15,7 @@ from thinwire.transport.mtu import MTU, check_mtu
 from thinwire.transport.path import Path
 from thinwire.transport.pieces import pack_all
 from thinwire.transport.sealing import new_keys
+from thinwire.transport.shares import Shares
 from thinwire.transport.tcp import TcpListener
 
 log = logging.getLogger("thinwire.transport")
@@ -39,6 +40,7 @@ class UdpListener(Listener):
         self._peers: dict[int, Peer] = {}
         self._tokens: dict[Peer, bytes] = {}
         self._unreachable: set[Peer] = set()
+        self._shares = Shares()
         self._told = time.monotonic()
         self._engine = Engine(sock, tcp.wake, probes=False)
         self._engine.start()
@@ -91,7 +93,7 @@ class UdpListener(Listener):
                     self._drop(next(iter(self._paths)))
                 session = next(s for s in iter(lambda: secrets.randbits(32), None) if s not in self._peers)
                 keys = new_keys()
-                path = Path(session, keys, server=True, mtu=self._mtu)
+                path = Path(session, keys, server=True, mtu=self._mtu, shares=self._shares)
                 path.welcome = SESSION.pack(session, self._port, self._mtu) + keys
                 self._paths[peer], self._peers[session], self._tokens[peer] = path, peer, token
                 self._engine.paths[session] = path
