@@ -5,7 +5,6 @@ the rate at which datagrams were seen to arrive, and not above the share that th
 standing queue is the link's own: going slower would not help, and is not done. The rule is in docs/udp.md.
 """
 
-import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,6 +16,8 @@ _FIRST_TRIP = 0.005
 _MOST = 1.25e9  # bytes a second
 # CUBIC's own numbers: what is left after congestion, and how steeply the window grows.
 _FALL, _STEEP = 0.7, 0.4
+# What is left where nothing of ours was lost yet.
+_EASE = 0.85
 # Delay above the least that was seen lately, from which on a queue stands: several senders' short bursts make less.
 QUEUE = 0.020
 # As near to the longest queue of late as this, its end is reached: others lose datagrams there even if we do not.
@@ -51,9 +52,9 @@ class Seen:
 class Bucket:
     """A token bucket."""
 
-    def __init__(self, rate: float, depth: float) -> None:
+    def __init__(self, rate: float, depth: float, now: float) -> None:
         self.rate, self.depth = rate, depth
-        self._tokens, self._filled = depth, time.monotonic()
+        self._tokens, self._filled = depth, now
 
     def delay(self, size: int, now: float) -> float:
         """Seconds until so many bytes may leave; 0 if now."""
@@ -69,7 +70,7 @@ class Bucket:
 class Pacer:
     """Two token buckets: one's rate adapts, the other's is the share that the receiver gives."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, now: float) -> None:
         self._size = size
         self.window = float(_START)
         self.loss = 0.0  # smoothed share of datagrams
@@ -78,9 +79,10 @@ class Pacer:
         self.grant = 0
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._doubling = True
-        self._before, self._fell = float(_START), time.monotonic()  # the window at the last fall, and when
+        self._before, self._fell = float(_START), now  # the window at the last fall, and when
         self._longest: deque[float] = deque(maxlen=256)  # queueing delays of late
-        self._own, self._shared = Bucket(self.rate, self._depth), Bucket(_MOST, _MOST)
+        self._topped = False
+        self._own, self._shared = Bucket(self.rate, self._depth, now), Bucket(_MOST, _MOST, now)
 
     @property
     def rate(self) -> float:
@@ -118,7 +120,7 @@ class Pacer:
         self._longest.append(seen.queue)
         if self._crowded(seen) or self._overrun(seen, usual):
             if now - self._fell > 2 * self.trip:  # one round trip's losses are one sign, and it shows one later
-                self._fall(now)
+                self._fall(now, _FALL if seen.lost else _EASE)
         elif seen.tried:
             self._grow(seen, now)
         self._own.rate, self._own.depth = self.rate, self._depth
@@ -127,7 +129,8 @@ class Pacer:
 
     def _crowded(self, seen: Seen) -> bool:
         """A queue stands, and its end was reached."""
-        full = seen.lost > 0 or seen.queue > _TOP * max(self._longest)
+        before, self._topped = self._topped, seen.queue > _TOP * max(self._longest)
+        full = seen.lost > 0 or (self._topped and not before)  # it may stay there for a while: that is one sign
         return (seen.queue > QUEUE and full) or self.loss > _TOO_MUCH
 
     def _overrun(self, seen: Seen, usual: float) -> bool:
@@ -136,9 +139,9 @@ class Pacer:
         excess = seen.lost > expected + 4.0 * (expected * (1.0 - usual)) ** 0.5 + 4.0
         return excess and seen.span > 1.3 * seen.took
 
-    def _fall(self, now: float) -> None:
+    def _fall(self, now: float, to: float) -> None:
         self._before, self._fell, self._doubling = self.window, now, False
-        self.window = max(_LEAST, self.window * _FALL)
+        self.window = max(_LEAST, self.window * to)
         self.falls += 1
 
     def _grow(self, seen: Seen, now: float) -> None:

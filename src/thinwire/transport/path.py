@@ -72,7 +72,7 @@ class Path:
             mine, theirs = theirs, mine
         self.session, self.mtu = session, mtu
         self.sealer, self.opener = Sealer(session, mine), Opener(theirs)
-        self.pacer = Pacer(mtu)
+        self.pacer = Pacer(mtu, time.monotonic())
         self.gathering = Gathering()
         self._shares = shares  # server: among all that send to it
         self.address: tuple[str, int] | None = None  # where datagrams go; None: nowhere yet
