@@ -38,7 +38,8 @@ class _Packing:
     def put(self, tensor: int, n: int, entries: Entries, values: Values, seed: int = 0) -> SentEntries:
         """All entries of a tensor of n elements."""
         sent, low, high = SentEntries(entries), 0, len(entries.values)
-        # No more than that can fit, at a bit for each position: the writer need not look further ahead.
+        # No more than that can fit, at a bit for each position; and about as many as did before. The writer need not
+        # look further ahead.
         most = 8 * self._budget // (values.bits + 1)
         while low < high:
             if self._open is None:
@@ -48,6 +49,7 @@ class _Packing:
             place = Place(tensor - self._tensor, values, seed, 0)
             count = sent.put(self._open[1], place, n - base, low, min(high, low + most), base=base)
             low += count
+            most = min(most, max(64, count + count // 8)) if count and low < high else most
             self._sections += 1
             if low < high:
                 if self._sections == 1 and not count:

@@ -21,7 +21,8 @@ _EASE = 0.85
 # Delay above the least that was seen lately, from which on a queue stands: several senders' short bursts make less.
 QUEUE = 0.020
 # As near to the longest queue of late as this, its end is reached: others lose datagrams there even if we do not.
-_TOP = 0.85
+# Below the second it has gone away from there.
+_TOP, _AWAY = 0.85, 0.75
 # More than this is no link's own loss, whatever the delays say: a queue may have been there from the beginning.
 _TOO_MUCH = 0.3
 # Above the rate of arrival, so that a free link is found: while the window doubles, and after.
@@ -68,7 +69,7 @@ class Bucket:
 
 
 class Pacer:
-    """Two token buckets: one's rate adapts, the other's is the share that the receiver gives."""
+    """Three token buckets: a window in a round trip, evenly as datagrams arrive, and the share that is given."""
 
     def __init__(self, size: int, now: float) -> None:
         self._size = size
@@ -82,29 +83,28 @@ class Pacer:
         self._before, self._fell = float(_START), now  # the window at the last fall, and when
         self._longest: deque[float] = deque(maxlen=256)  # queueing delays of late
         self._topped = False
-        self._own, self._shared = Bucket(self.rate, self._depth, now), Bucket(_MOST, _MOST, now)
+        self._even = Bucket(_MOST, BURST * size, now)
+        self._windows = Bucket(self.rate, self.window * size, now)
+        self._shared = Bucket(_MOST, _MOST, now)
 
     @property
     def rate(self) -> float:
-        """Bytes a second, the receiver's share aside."""
-        found = self.window * self._size / max(self.trip or _FIRST_TRIP, 1e-3)
-        if self._rates:
-            found = min(found, (_PROBING if self._doubling else _STEADY) * max(self._rates))
-        return min(found, _MOST)
+        """Bytes a second in the long run, the receiver's share aside."""
+        return min(self.window * self._size / max(self.trip or _FIRST_TRIP, 1e-3), self._arriving)
 
     @property
-    def _depth(self) -> float:
-        # A timer of a millisecond's resolution must be able to keep a fast link busy.
-        return max(BURST * self._size, 0.002 * self.rate)
+    def _arriving(self) -> float:
+        gain = _PROBING if self._doubling else _STEADY
+        return min(gain * max(self._rates), _MOST) if self._rates else _MOST
 
     def delay(self, size: int, now: float) -> float:
         """Seconds until a datagram of this size may leave; 0 if now."""
-        return max(self._own.delay(size, now), self._shared.delay(size, now))
+        return max(bucket.delay(size, now) for bucket in (self._even, self._windows, self._shared))
 
     def spend(self, size: int) -> None:
         """A datagram leaves."""
-        self._own.spend(size)
-        self._shared.spend(size)
+        for bucket in (self._even, self._windows, self._shared):
+            bucket.spend(size)
 
     def learn(self, seen: Seen, now: float) -> None:
         """Take in a report."""
@@ -123,13 +123,20 @@ class Pacer:
                 self._fall(now, _FALL if seen.lost else _EASE)
         elif seen.tried:
             self._grow(seen, now)
-        self._own.rate, self._own.depth = self.rate, self._depth
-        self._shared.rate = seen.grant or _MOST
+        self._fit(seen.grant)
+
+    def _fit(self, grant: int) -> None:
+        """What was learned becomes rates and depths."""
+        # A timer of a millisecond's resolution must be able to keep a fast link busy.
+        self._even.rate, self._even.depth = self._arriving, max(BURST * self._size, 0.002 * self._arriving)
+        self._windows.rate, self._windows.depth = self.rate, self.window * self._size
+        self._shared.rate = grant or _MOST
         self._shared.depth = max(BURST * self._size, _SAVED * self._shared.rate)
 
     def _crowded(self, seen: Seen) -> bool:
         """A queue stands, and its end was reached."""
-        before, self._topped = self._topped, seen.queue > _TOP * max(self._longest)
+        before, level = self._topped, seen.queue / max(*self._longest, 1e-9)
+        self._topped = level > (_AWAY if before else _TOP)
         full = seen.lost > 0 or (self._topped and not before)  # it may stay there for a while: that is one sign
         return (seen.queue > QUEUE and full) or self.loss > _TOO_MUCH
 
