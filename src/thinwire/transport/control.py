@@ -1,9 +1,12 @@
 """Control: the numbered envelopes of a session, out by two ways and in again by whichever is first.
 
-All of them travel reliably, several together. Where the path loses packets they are also sent as datagrams, and
-again until the other side has them: TCP's own way to find out that a packet is missing takes 200 ms and more.
+All of them travel reliably, several together. Where the path loses packets short ones are sent as datagrams first, and
+again until the other side has them: TCP's own way to find out that a packet is missing takes 200 ms and more. What
+is not acknowledged soon goes the reliable way as well.
 """
 
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +38,7 @@ class Outgoing:
     def __init__(self, session: int, room: int) -> None:
         self._session, self._room = session, room  # bytes of records in one datagram
         self._number = self._acknowledged = 0
-        self._reliable: deque[Envelope] = deque()
+        self._reliable: deque[tuple[Envelope, float]] = deque()  # and since when
         self._held: dict[int, Envelope] = {}  # stand for messages whose datagrams have not all left yet
         self._short: deque[_Short] = deque()
 
@@ -43,7 +46,7 @@ class Outgoing:
         """Queue an envelope; returns its number."""
         self._number += 1
         envelope = Envelope(kind, self._session, self._number, parts, reports)
-        self._reliable.append(envelope)
+        self._reliable.append((envelope, time.monotonic()))
         self._shorten(envelope)
         return self._number
 
@@ -51,7 +54,7 @@ class Outgoing:
         """A number for a message in datagrams: reliable envelopes behind it wait for `release`."""
         self._number += 1
         self._held[self._number] = envelope = Envelope(Kind.WORD, self._session, self._number, [])
-        self._reliable.append(envelope)
+        self._reliable.append((envelope, time.monotonic()))
         return self._number
 
     def release(self, number: int, word: bytes) -> None:
@@ -59,7 +62,7 @@ class Outgoing:
         held = self._held.pop(number, None)
         if held is not None:
             envelope = Envelope(Kind.WORD, self._session, number, [word])
-            self._reliable = deque(envelope if each is held else each for each in self._reliable)
+            self._reliable = deque((envelope if each is held else each, since) for each, since in self._reliable)
             self._shorten(envelope)
 
     def _shorten(self, envelope: Envelope) -> None:
@@ -71,9 +74,14 @@ class Outgoing:
         if self._acknowledged < due <= self._number + 1:
             self._acknowledged = due
             self._short = deque(each for each in self._short if each.number >= due)
+            while self._reliable and self._reliable[0][0].number < due:
+                self._reliable.popleft()
 
-    def drain(self, due: int) -> list[list[Buffer]]:
-        """What goes the reliable way now: short envelopes in batches, the others alone; `due` as in a datagram."""
+    def drain(self, due: int, before: float) -> list[list[Buffer]]:
+        """What goes the reliable way now, of what is there since `before`: short envelopes in batches, others alone.
+
+        `due` is the number that this side waits for.
+        """
         found: list[list[Buffer]] = []
         records: list[bytes] = []
 
@@ -82,8 +90,10 @@ class Outgoing:
                 found.append(Envelope(Kind.BATCH, self._session, due, [b"".join(records)]).as_parts())
                 records.clear()
 
-        while self._reliable and self._reliable[0].number not in self._held:
-            envelope = self._reliable.popleft()
+        if any(envelope.size > EXPRESS for envelope, _ in self._reliable):
+            before = math.inf  # it has no other way, and what is before it must not come after it
+        while self._reliable and self._reliable[0][1] <= before and self._reliable[0][0].number not in self._held:
+            envelope, _ = self._reliable.popleft()
             if envelope.size <= EXPRESS:
                 records.append(envelope.as_record())
                 if sum(map(len, records)) > _BATCH_BYTES:
@@ -93,6 +103,11 @@ class Outgoing:
                 found.append(envelope.as_parts())
         close()
         return found
+
+    @property
+    def since(self) -> float:
+        """When the oldest envelope was queued that has not gone the reliable way."""
+        return self._reliable[0][1] if self._reliable and self._reliable[0][0].number not in self._held else math.inf
 
     def express(self, now: float, again: float, *, fresh: int) -> tuple[list[list[bytes]], float]:
         """Records of datagrams to send now, and the seconds until more are due.
@@ -134,7 +149,7 @@ class Outgoing:
 
     def clear(self) -> None:
         """Let go of messages whose datagrams will not leave any more; what waits behind them may go."""
-        self._reliable = deque(each for each in self._reliable if each.number not in self._held)
+        self._reliable = deque(each for each in self._reliable if each[0].number not in self._held)
         self._held.clear()
 
 

@@ -4,6 +4,7 @@ A message in datagrams has a number in the session's order like all others; its 
 reliable way. Not safe by itself: the transport holds a lock.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ _DEAF, _REST = 8, 10.0
 _COPIES = (0.002, 0.02, 0.1)
 # Seconds until a short envelope is sent again: two round trips, and what timers and threads take.
 _TRIPS, _GRAIN = 2.0, 0.006
+# Seconds after which it goes the reliable way too.
+_PATIENCE = 0.1
 
 
 @dataclass
@@ -99,19 +102,25 @@ class Path:
         reports, self._reports = b"".join(self._reports), []
         self._out.put(kind, parts, reports)
 
-    def drain(self) -> list[list[Buffer]]:
+    def drain(self, *, all_of_it: bool = False) -> list[list[Buffer]]:
         """What the reliable way takes now; reports that found no message to go with go alone."""
         if self._reports:
             self.put(Kind.REPORT, [])
-        found = self._out.drain(self._in.due)
+        now = time.monotonic()
+        patience = 0.0 if all_of_it or not self._copies(now) else _PATIENCE
+        found = self._out.drain(self._in.due, now - patience)
         if self._opened:
             self._opened = False
             found.insert(0, Envelope(Kind.OPEN, self.session, 0, []).as_parts())
         return found
 
+    def _copies(self, now: float) -> int:
+        """How often a short envelope is sent as a datagram."""
+        return sum(self.pacer.loss > bar for bar in _COPIES) if self.can_send(now) else 0
+
     def express(self, now: float) -> tuple[list[bytes], float]:
         """Datagrams of short envelopes to send now, if the path loses packets, and the seconds until more are due."""
-        copies = sum(self.pacer.loss > bar for bar in _COPIES) if self.can_send(now) else 0
+        copies = self._copies(now)
         if not copies:
             self._out.forget_short()
             return [], 3600.0
@@ -254,10 +263,11 @@ class Path:
     def _gives_up(self, message: Message) -> float:
         return (message.ended or 0.0) + self.gathering.lateness.wait
 
-    def deadline(self) -> float | None:
-        """When the message that holds up the others is given up on."""
+    def deadline(self) -> float:
+        """When a message that holds up the others is given up on, or an envelope must go the reliable way."""
         message = self.gathering.open.get(self._in.due)
-        return None if message is None or message.ended is None else self._gives_up(message)
+        gives_up = math.inf if message is None or message.ended is None else self._gives_up(message)
+        return min(gives_up, self._out.since + _PATIENCE)
 
     def clear(self) -> None:
         """Forget what is under way to a peer that is gone."""

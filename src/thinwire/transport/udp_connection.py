@@ -57,8 +57,7 @@ class UdpConnection(Connection):
         elif self._engine is not None:
             with self._engine.lock:
                 deadline = self._path.deadline()
-            if deadline is not None:
-                pause = min(pause, max(0.0, deadline - time.monotonic()))
+            pause = min(pause, max(0.0, deadline - time.monotonic()))
         for parts in self._tcp.poll(pause):
             found += self._arrived(parts)
         return found + self._ready()
@@ -113,11 +112,11 @@ class UdpConnection(Connection):
             self.on_report(outcome.ticket, outcome.lost)
         return [[memoryview(part) for part in parts] for parts in messages]
 
-    def _flush(self) -> None:
+    def _flush(self, *, all_of_it: bool = False) -> None:
         if self._engine is None or self._path is None:
             return
         with self._engine.lock:
-            messages = self._path.drain()
+            messages = self._path.drain(all_of_it=all_of_it)
             self._engine.express(self._path)
         for parts in messages:
             self._tcp.send(parts)
@@ -149,7 +148,7 @@ class UdpConnection(Connection):
 
     def close(self) -> None:
         with contextlib.suppress(TransportError):
-            self._flush()
+            self._flush(all_of_it=True)
         if self._engine is not None:
             self._engine.close()
         self._tcp.close()

@@ -1,6 +1,7 @@
 """Udp, the server's side: a socket for the datagrams of all workers, next to the tcp listener that they joined by."""
 
 import logging
+import math
 import secrets
 import socket
 import time
@@ -62,8 +63,8 @@ class UdpListener(Listener):
         self._flush()
         found = self._ready()
         with self._engine.lock:
-            deadlines = [d for path in self._paths.values() if (d := path.deadline()) is not None]
-        pause = 0.0 if found else min([timeout, *(max(0.0, d - time.monotonic()) for d in deadlines)])
+            deadline = min((path.deadline() for path in self._paths.values()), default=math.inf)
+        pause = 0.0 if found else min(timeout, max(0.0, deadline - time.monotonic()))
         for peer, parts in self._tcp.poll(pause):
             try:
                 found += self._arrived(peer, parts)
@@ -123,11 +124,11 @@ class UdpListener(Listener):
             self.on_report(peer, outcome.ticket, outcome.lost)
         return [(peer, [memoryview(part) for part in parts]) for peer, parts in found]
 
-    def _flush(self) -> None:
+    def _flush(self, *, all_of_it: bool = False) -> None:
         """Send what was queued since the last time, as few messages."""
         for peer, path in list(self._paths.items()):
             with self._engine.lock:
-                messages = path.drain()
+                messages = path.drain(all_of_it=all_of_it)
                 self._engine.express(path)
             for parts in messages:
                 if not self._tcp.send(peer, parts):
@@ -175,6 +176,6 @@ class UdpListener(Listener):
         self._tcp.wake()
 
     def close(self) -> None:
-        self._flush()
+        self._flush(all_of_it=True)
         self._engine.close()
         self._tcp.close()
