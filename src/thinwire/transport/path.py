@@ -6,64 +6,32 @@ reliable way. Not safe by itself: the transport holds a lock.
 
 import math
 import time
-from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from thinwire.transport.base import Buffer
 from thinwire.transport.control import AHEAD, Incoming, Outgoing
+from thinwire.transport.dispatch import Dispatch, Outcome
 from thinwire.transport.envelope import (
     CONTROL_BYTES,
     Envelope,
     Kind,
     Report,
     pack_control,
-    pack_data,
-    pack_end,
     read_end,
     read_records,
     read_reports,
 )
 from thinwire.transport.gathering import Gathering, Message
-from thinwire.transport.pacing import Pacer, Seen
 from thinwire.transport.pieces import pack
 from thinwire.transport.sealing import KEY_BYTES, OVERHEAD, Opener, Sealer
 from thinwire.transport.shares import Shares
 
-# Messages one after the other of which nothing arrived, and for how long datagrams are not tried after them.
-_DEAF, _REST = 8, 10.0
 # Smoothed loss from which on short envelopes are sent as datagrams too, and as two, and as three.
 _COPIES = (0.002, 0.02, 0.1)
 # Seconds until a short envelope is sent again: two round trips, and what timers and threads take.
 _TRIPS, _GRAIN = 2.0, 0.006
 # Seconds after which it goes the reliable way too.
 _PATIENCE = 0.1
-
-
-@dataclass
-class Sending:
-    """A message whose datagrams are under way."""
-
-    number: int
-    head: bytes
-    pieces: Sequence[Buffer]
-    total: int
-    next: int = 0
-    waited: bool = False
-    began: float = 0.0  # when the first datagram went
-    left: float = 0.0  # when the last one did
-
-    def word(self) -> bytes:
-        """What is said after its datagrams."""
-        return pack_end(self.number, len(self.pieces), self.total, self.head)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a message that was sent in pieces."""
-
-    ticket: int
-    lost: frozenset[int]
 
 
 class Path:
@@ -75,20 +43,17 @@ class Path:
             mine, theirs = theirs, mine
         self.session, self.mtu = session, mtu
         self.sealer, self.opener = Sealer(session, mine), Opener(theirs)
-        self.pacer = Pacer(mtu, time.monotonic())
+        self.dispatch = Dispatch(mtu)
+        self.pacer, self.counts, self.queue = self.dispatch.pacer, self.dispatch.counts, self.dispatch.queue
         self.gathering = Gathering()
         self._shares = shares  # server: among all that send to it
         self.address: tuple[str, int] | None = None  # where datagrams go; None: nowhere yet
-        self.queue: deque[Sending] = deque()  # waits for the pacer
         self._out, self._in = Outgoing(session, mtu - OVERHEAD - CONTROL_BYTES), Incoming()
         self.express_at = 0.0  # when short envelopes must be looked after
         self._opened = False  # whether the other side must be told that its datagrams arrive
         self._reports: list[bytes] = []
-        self._unreported: dict[int, Sending] = {}
-        self._deaf, self._rests = 0, 0.0
         self._news = 0.0  # when a datagram of envelopes last brought any
         self._repeated = False  # the other side sent what is here already: it must hear so
-        self.counts: Counter[str] = Counter()
         self.welcome = b""  # server: what the worker was told of this session
 
     # Out
@@ -132,60 +97,22 @@ class Path:
 
     def can_send(self, now: float) -> bool:
         """Whether datagrams are worth trying."""
-        return self.address is not None and now >= self._rests
+        return self.address is not None and now >= self.dispatch.rests_until
 
     def submit(self, head: bytes, pieces: Sequence[Buffer]) -> int:
         """Queue a message in pieces for the pacer; returns its ticket."""
         number = self._out.hold()
-        self._unreported[number] = sending = Sending(number, head, pieces, sum(map(len, pieces)))
-        self.queue.append(sending)
+        self.dispatch.submit(number, head, pieces)
         return number
 
     def next_datagram(self, now: float) -> tuple[bytes | None, float]:
         """The next datagram that may leave now, or None and the seconds until one may."""
-        sending = self.queue[0]
-        delay = self.pacer.delay(self.mtu, now)
-        if delay > 0.0:
-            sending.waited = True
+        plain, delay = self.dispatch.next(now)
+        if plain is None:
             return None, delay
-        sending.began = sending.began or now
-        piece = sending.pieces[sending.next]
-        plain = pack_data(sending.number, sending.next, len(sending.pieces), sending.head, piece, time.time())
-        sending.next += 1
-        self.counts["sent"] += 1
-        self.pacer.spend(len(plain) + 28)
-        if sending.next == len(sending.pieces):
-            self.queue.popleft()
-            sending.left = now
+        for sending in self.dispatch.finished():
             self._out.release(sending.number, sending.word())
         return self.sealer.seal(plain), 0.0
-
-    def learn(self, report: Report, now: float) -> Outcome | None:
-        """Take in a report on what was sent; None if nothing waits for it."""
-        sending = self._unreported.get(report.message)
-        if sending is None or report.count != len(sending.pieces) or not sending.left:
-            return None
-        del self._unreported[report.message]
-        lost = len(report.lost)
-        self.counts["lost"] += lost
-        self.pacer.learn(
-            Seen(
-                report.count,
-                sending.total,
-                lost,
-                report.queue,
-                report.span,
-                sending.left - sending.began,
-                now - sending.left - report.hold,
-                sending.waited,
-                report.grant,
-            ),
-            now,
-        )
-        self._deaf = self._deaf + 1 if report.count and lost == report.count else 0
-        if self._deaf >= _DEAF:
-            self._deaf, self._rests = 0, now + _REST
-        return Outcome(report.message, report.lost)
 
     # In
 
@@ -242,7 +169,7 @@ class Path:
             else:
                 if envelope.kind is not Kind.REPORT:
                     found.append(list(envelope.parts))
-                reports = (self.learn(report, now) for report in read_reports(envelope.reports))
+                reports = (self.dispatch.learn(report, now) for report in read_reports(envelope.reports))
                 outcomes += [outcome for outcome in reports if outcome is not None]
             self._in.advance()
         return found, outcomes
@@ -271,6 +198,5 @@ class Path:
 
     def clear(self) -> None:
         """Forget what is under way to a peer that is gone."""
-        self.queue.clear()
-        self._unreported.clear()
+        self.dispatch.clear()
         self._out.clear()
