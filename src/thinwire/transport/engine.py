@@ -1,4 +1,4 @@
-"""Engine: the thread that reads datagrams as they come and lets them leave as fast as the pacers say.
+"""Engine: a socket for datagrams, and the thread that lets them leave as fast as the pacers say.
 
 A socket's buffer holds a few milliseconds of traffic: whoever computes cannot also read it in time.
 """
@@ -24,8 +24,8 @@ log = logging.getLogger("thinwire.transport")
 # Datagrams that are read before others get a turn.
 _AT_ONCE = 128
 _BUFFER = 1 << 22
-# Datagrams come in bursts: to wake up for each of them would take the processor from whoever computes.
-_GATHER = 0.001
+# The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes.
+_OWNERS = 0.004
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
 _STAMPED = struct.Struct("@qq")
@@ -69,7 +69,7 @@ class Engine(threading.Thread):
                 self._sleeps_until = time.monotonic() + pause
                 ready = waiting.poll(1000 * pause)
                 if ready and ready[0][0] == self._socket.fileno():
-                    time.sleep(_GATHER)
+                    time.sleep(min(_OWNERS, pause))
                 with contextlib.suppress(OSError):
                     self._poked.recv(4096)
                 if self.receive():
@@ -77,6 +77,10 @@ class Engine(threading.Thread):
             except Exception:  # without this thread nothing moves any more
                 log.exception("the thread that sends and reads datagrams goes on after an error")
                 time.sleep(0.1)
+
+    def fileno(self) -> int:
+        """Of the socket, to wait for datagrams."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         """End the thread and close the socket."""

@@ -92,15 +92,20 @@ class UdpConnection(Connection):
         self._path = Path(session, welcome[SESSION.size :], server=False, mtu=mtu)
         self._engine = Engine(sock, self._tcp.wake, probes=True)
         self._engine.paths[session] = self._path
+        self._tcp.watch(self._engine.fileno())
         self._engine.start()
         while self._waiting:
             self.send(self._waiting.popleft())
 
     def _end_session(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        self._close_engine()
         self._engine = self._path = None
         self._token, self._asked = b"", 0.0
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._tcp.watch(self._engine.fileno(), on=False)
+            self._engine.close()
 
     def _ready(self) -> list[Parts]:
         if self._engine is None or self._path is None:
@@ -149,6 +154,5 @@ class UdpConnection(Connection):
     def close(self) -> None:
         with contextlib.suppress(TransportError):
             self._flush(all_of_it=True)
-        if self._engine is not None:
-            self._engine.close()
+        self._close_engine()
         self._tcp.close()

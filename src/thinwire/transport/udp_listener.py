@@ -44,6 +44,7 @@ class UdpListener(Listener):
         self._shares = Shares()
         self._told = time.monotonic()
         self._engine = Engine(sock, tcp.wake, probes=False)
+        tcp.watch(self._engine.fileno())
         self._engine.start()
 
     @property
@@ -177,5 +178,6 @@ class UdpListener(Listener):
 
     def close(self) -> None:
         self._flush(all_of_it=True)
+        self._tcp.watch(self._engine.fileno(), on=False)
         self._engine.close()
         self._tcp.close()
