@@ -42,12 +42,12 @@ class Bottleneck:
         if now > self.counts_from:
             self.bytes[who] = self.bytes.get(who, 0) + size
 
-    def run(self, senders: int, streams: int = 0) -> list[float]:
-        """Megabits a second of each sender, then of each TCP stream."""
+    def run(self, senders: int, streams: int = 0, *, late: float = 0.0) -> list[float]:
+        """Megabits a second of each sender, then of each TCP stream; senders begin so much later."""
         flows: list[Paced | Stream] = [Paced(self, i) for i in range(senders)]
         flows += [Stream(self) for _ in range(streams)]
         for i, flow in enumerate(flows):
-            self.at(self.began + 1e-3 * i, flow.pump)
+            self.at(self.began + 1e-3 * i + (late if i < senders else 0.0), flow.pump)
         while self._events and self._events[0][0] < self.ends:
             when, _, what, rest = heapq.heappop(self._events)
             what(when, *rest)

@@ -8,6 +8,8 @@ standing queue is the link's own: going slower would not help, and is not done. 
 from collections import deque
 from dataclasses import dataclass
 
+from thinwire.transport.trial import Trial
+
 # Datagrams that may leave at once, as TCP's first window.
 BURST = 10
 # Datagrams of the window: at the start, and at the least.
@@ -20,6 +22,8 @@ _FALL, _STEEP = 0.7, 0.4
 _EASE = 0.85
 # Delay above the least that was seen lately, from which on a queue stands: several senders' short bursts make less.
 QUEUE = 0.020
+# The same for a sender that the pacer holds back: then it is no burst, and the link is busy.
+_BUSY = 0.005
 # As near to the longest queue of late as this, its end is reached: others lose datagrams there even if we do not.
 # Below the second it has gone away from there.
 _TOP, _AWAY = 0.85, 0.75
@@ -83,6 +87,7 @@ class Pacer:
         self._before, self._fell = float(_START), now  # the window at the last fall, and when
         self._longest: deque[float] = deque(maxlen=256)  # queueing delays of late
         self._topped = False
+        self._trial = Trial()
         self._even = Bucket(_MOST, BURST * size, now)
         self._windows = Bucket(self.rate, self.window * size, now)
         self._shared = Bucket(_MOST, _MOST, now)
@@ -118,9 +123,13 @@ class Pacer:
         if arrived >= _ENOUGH and seen.span > 0.0:
             self._rates.append(seen.size * (arrived - 1) / seen.sent / seen.span)
         self._longest.append(seen.queue)
-        if self._crowded(seen) or self._overrun(seen, usual):
+        if self._trial.running:
+            self._end_trial(seen, now)
+        elif self._crowded(seen) or self._overrun(seen, usual):
             if now - self._fell > 2 * self.trip:  # one round trip's losses are one sign, and it shows one later
                 self._fall(now, _FALL if seen.lost else _EASE)
+        elif seen.tried and self._trial.due(seen.sent, seen.lost, now):
+            self.window = max(_LEAST, self._trial.begin(self.window, now))
         elif seen.tried:
             self._grow(seen, now)
         self._fit(seen.grant)
@@ -138,13 +147,22 @@ class Pacer:
         before, level = self._topped, seen.queue / max(*self._longest, 1e-9)
         self._topped = level > (_AWAY if before else _TOP)
         full = seen.lost > 0 or (self._topped and not before)  # it may stay there for a while: that is one sign
-        return (seen.queue > QUEUE and full) or self.loss > _TOO_MUCH
+        return (seen.queue > (_BUSY if seen.tried else QUEUE) and full) or self.loss > _TOO_MUCH
 
     def _overrun(self, seen: Seen, usual: float) -> bool:
         """Far more was lost than usual and the rest came far apart: a queue too short to show as a delay."""
         expected = seen.sent * usual
         excess = seen.lost > expected + 4.0 * (expected * (1.0 - usual)) ** 0.5 + 4.0
         return excess and seen.span > 1.3 * seen.took
+
+    def _end_trial(self, seen: Seen, now: float) -> None:
+        window = self._trial.learn(seen.sent, seen.lost, self.trip, now)
+        if window is None:
+            return
+        if window <= self.window:
+            self._before, self._fell, self._doubling = self.window, now, False
+            self.falls += 1
+        self.window = max(window, _LEAST)
 
     def _fall(self, now: float, to: float) -> None:
         self._before, self._fell, self._doubling = self.window, now, False
