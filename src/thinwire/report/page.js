@@ -109,7 +109,9 @@ function overLoss(id, key, title, range) {
 function loss() {
   if (!data.loss.length) return;
   overLoss("loss-waits", "wait", "milliseconds per step", { rangemode: "tozero" });
-  overLoss("loss-values", "value", `test ${data.metric}`, {});
+  // Not closer than the noise of a test split: a tenth of a point must not look like a fall.
+  const low = Math.min(...data.loss.flatMap((one) => one.value.filter((value) => value !== null)));
+  overLoss("loss-values", "value", `test ${data.metric}`, data.percent ? { range: [Math.max(0, low - 5), 101] } : {});
 }
 
 function paint() {
