@@ -32,6 +32,9 @@ class Run:
     parameters: int
     seed: int = 0
     rate: str = "none"  # of each host's link: "100mbit", or "none" where nothing is shaped
+    # With a parameter server: the transport to it ("udp-ignore": with that policy), and the share of lost packets.
+    transport: str = ""
+    packet_loss: float = 0.0
     metric: str = "accuracy"
     target: float = math.nan
     version: str = ""

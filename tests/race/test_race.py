@@ -46,6 +46,37 @@ def test_a_race_in_the_lab_gives_figures_logs_and_a_page(tmp_path: Path) -> None
     assert log.histograms and log.end is not None and log.end.reason in ("max_steps", "target")
 
 
+def test_transports_race_through_lost_packets(tmp_path: Path) -> None:
+    """The lab's links lose packets, of TCP and of datagrams alike; what became of it is in the figures and the page."""
+    require_lab()
+    words = ["race", "--hosts", "2", "--transport", "tcp,udp", "--loss", "20%", "--json", "race.json"]
+    done = run(*words, "--report", "page.html", "--logs", "logs", *QUICK, cwd=tmp_path)
+    assert "tcp's wait over udp's" in done.stdout
+    tcp, udp = json.loads((tmp_path / "race.json").read_text())["runs"]
+    assert (tcp["transport"], tcp["loss"], tcp["datagrams"]) == ("tcp", "20%", 0)
+    assert udp["on_loss"] == "restore" and udp["restored"] > 0.0
+    assert 0.05 < udp["datagrams_lost"] / udp["datagrams"] < 0.5
+    assert len(udp["curve"]) == 2 and tcp["wait_ms"] > 0.0
+    run_of = read_log(tmp_path / "logs" / "udp-restore-20.jsonl").run
+    assert (run_of.transport, run_of.packet_loss) == ("udp-restore", 0.2)
+    assert '"loss":[{"transport":"tcp"' in (tmp_path / "page.html").read_text().replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--transport", "mpi"], "--transport takes tcp and udp"),
+        (["--transport", "udp", "--loss", "much"], "is not understood"),
+        (["--transport", "udp", "--on-loss", "hope"], "restore"),
+        (["--loss", "5%"], "go with --transport"),
+        (["--transport", "udp", "--rate", "none"], "lost in the lab"),
+    ],
+)
+def test_words_of_a_race_of_transports(words: list[str], reason: str, tmp_path: Path) -> None:
+    done = run("race", *words, cwd=tmp_path, code=2)
+    assert reason in done.stderr
+
+
 def test_without_shaping_a_race_runs_on_loopback(tmp_path: Path) -> None:
     done = run(
         "race", "--hosts", "2", "--rate", "none", "--methods", "fp16,0.02", "--seeds", "1", *QUICK, cwd=tmp_path

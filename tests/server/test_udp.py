@@ -9,15 +9,16 @@ from torch import nn
 
 from tests.server.serving import Crew, accuracy, gradients, serving, small_net, train
 from tests.server.test_training import DENSE, reference, same_bits, sgd
-from tests.transport.lossy_socket import opener
+from tests.transport.lossy_socket import lose
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
 from thinwire.errors import TransportError
 from thinwire.race.served import check_terms
+from thinwire.server.lossy_views import LossyViews
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.transport import udp
+from thinwire.transport import udp_listener
 from thinwire.transport.addresses import listen
 
 
@@ -40,7 +41,7 @@ def test_without_loss_it_equals_one_process_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(("mode", "on_loss"), [("async", "restore"), ("bsp", "ignore")])
 def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(udp, "open_socket", opener(0.2))
+    lose(monkeypatch, 0.2)
     model = small_net()
     server = Server(model, sgd(model, 0.0), expect=2, codec=0.2, cut=2000, mode=mode, on_loss=on_loss)  # type: ignore[arg-type]
     crew = Crew()
@@ -56,9 +57,9 @@ def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.Mon
 def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server's view of each worker is that worker's model, bit for bit, and no gradient is lost."""
-    monkeypatch.setattr(udp, "open_socket", opener(0.2))
-    monkeypatch.setattr(udp, "MTU", 300)  # many datagrams even of a small model
+    """The server's view of a worker is its model bit for bit, but for what it is owed, and no gradient is lost."""
+    lose(monkeypatch, 0.2)
+    monkeypatch.setattr(udp_listener, "MTU", 300)  # many datagrams even of a small model
     model = one_layer()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.0625), expect=2, codec=0.1, reduce="sum")
     begun = [p.detach().clone() for p in model.parameters()]
@@ -92,14 +93,20 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
             assert time.monotonic() < deadline, "reports of what arrived are missing"
             time.sleep(0.02)
         own = dict(model.named_parameters())
+        assert isinstance(server.views, LossyViews)
         for member in server.members.active.values():
             theirs = dict(workers[member.slot].model.named_parameters())
             for layer, part in server.layout.places():
                 pieces = server.layout.layers[layer].parts[part]
-                for piece, missing in zip(pieces, server.views.held_back(member.session, layer, part), strict=True):
+                owed = server.views.owed(member.session, layer, part)
+                all_missing = server.views.held_back(member.session, layer, part)
+                for tensor, (piece, missing) in enumerate(zip(pieces, all_missing, strict=True)):
                     ours = own[piece.parameter].detach().view(-1)[piece.begin : piece.end]
                     view = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]
-                    assert torch.equal(ours - view, missing)
+                    agreed = torch.ones(len(missing), dtype=torch.bool)
+                    agreed[owed.get(tensor, torch.tensor([], dtype=torch.int64))] = False
+                    assert agreed.float().mean() > 0.8 or len(agreed) < 100  # of a step's 10 %, what was lost last
+                    assert torch.equal((ours - view)[agreed], missing[agreed])
             figures = server.listener_figures(member)
             assert figures["datagrams_lost"] > 100 and figures["datagrams_missing"] > 100
         for (name, p), start, one, two in zip(own.items(), begun, pushed[0], pushed[1], strict=True):

@@ -1,5 +1,6 @@
 """Views and layouts: what the server believes a worker has is what it has, bit for bit, in any order of events."""
 
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits
 from thinwire.server.layers import Layout, flat
+from thinwire.server.lossy import Arrived
+from thinwire.server.lossy_views import LossyViews
 from thinwire.server.views import Views, take_delta, take_whole
+from thinwire.transport.pieces import pack
 
 events = st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 3)), max_size=60)
 
@@ -40,6 +44,56 @@ def test_workers_have_what_their_nodes_say(events: list[tuple[str, int]], seed: 
             (take_whole if answer.whole else take_delta)(answer.body, mine)
         for each, values in workers.items():
             assert torch.equal(model[0] - values[0], views.held_back(each, 0, 0)[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 2)), max_size=40),
+    st.integers(0, 2**31),
+)
+def test_what_a_worker_lost_it_gets_exactly(events: list[tuple[str, int]], seed: int) -> None:
+    """Through any losses a worker has its node's bits but where it is owed some; a delta that arrives pays all."""
+    torch.manual_seed(seed)
+    model = [torch.randn(1800), torch.randn(40)]
+    layout = Layout.of(nn.Linear(45, 40), 0)
+    views = LossyViews.of(Views(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100)), 220)
+    chance, workers = random.Random(seed), dict[int, list[Tensor]]()
+
+    def pull(who: int, loss: float) -> None:
+        answer = views.answer(who, 0, 0, whole=who not in workers)
+        mine = workers.setdefault(who, [torch.zeros(1800), torch.zeros(40)])
+        if answer.whole:
+            take_whole(answer.body, mine)
+            return
+        views.under_way(who, 0, 0, b"peer", who)
+        lost = frozenset(i for i in range(len(answer.shards)) if chance.random() < loss)
+        pieces = [(i, shard) for i, shard in enumerate(answer.shards) if i not in lost]
+        Arrived(pack(len(answer.shards), answer.size, pieces), [1800, 40], exact=True).add_to(mine)
+        views.settle(b"peer", who, lost)
+
+    def check(owed: bool) -> None:
+        for each, values in workers.items():
+            due = views.owed(each, 0, 0)
+            assert owed or not due
+            for tensor, held in enumerate(views.held_back(each, 0, 0)):
+                agreed = torch.ones(len(held), dtype=torch.bool)
+                agreed[due.get(tensor, torch.tensor([], dtype=torch.int64))] = False
+                assert torch.equal((model[tensor] - values[tensor])[agreed], held[agreed])
+
+    for event, who in events:
+        if event == "change":
+            for values in model:
+                values += torch.randn(len(values))
+            views.changed(0, 0)
+        elif event == "forget":
+            views.forget(who)
+            workers.pop(who, None)
+        else:
+            pull(who, 0.4)
+        check(owed=True)
+    for who in list(workers):
+        pull(who, 0.0)
+    check(owed=False)
 
 
 def test_workers_in_step_share_one_delta_and_old_ones_are_let_go() -> None:

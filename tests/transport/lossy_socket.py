@@ -4,6 +4,10 @@ import random
 import socket
 from typing import Any
 
+import pytest
+
+from thinwire.transport import udp_connection, udp_listener
+
 
 class LossySocket(socket.socket):
     """Like a socket; of what is sent through it a share is lost, a share comes twice, a share comes late."""
@@ -33,8 +37,8 @@ class LossySocket(socket.socket):
         return len(arguments[0])
 
 
-def opener(loss: float, seed: int = 0) -> Any:
-    """In place of `open_socket`."""
+def lose(monkeypatch: pytest.MonkeyPatch, loss: float, seed: int = 0) -> None:
+    """All sockets for datagrams that are opened from now on lose this share."""
 
     def open_socket(family: int) -> socket.socket:
         sock = LossySocket(family, socket.SOCK_DGRAM)
@@ -42,4 +46,5 @@ def opener(loss: float, seed: int = 0) -> Any:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         return sock
 
-    return open_socket
+    monkeypatch.setattr(udp_connection, "open_socket", open_socket)
+    monkeypatch.setattr(udp_listener, "open_socket", open_socket)

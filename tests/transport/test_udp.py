@@ -11,23 +11,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.transport.lossy_socket import opener
+from tests.transport.lossy_socket import lose
 from thinwire.errors import TransportError
-from thinwire.transport import udp
 from thinwire.transport.addresses import connect, listen
-from thinwire.transport.envelope import Report, pack_data, read_control, read_data, read_envelope, read_reports
+from thinwire.transport.envelope import (
+    Report,
+    pack_data,
+    read_control,
+    read_data,
+    read_envelope,
+    read_records,
+    read_reports,
+)
 from thinwire.transport.gathering import Gathering
 from thinwire.transport.pieces import pack, unpack
 from thinwire.transport.sealing import KEY_BYTES, Opener, Sealer, new_keys, session_of
+from thinwire.transport.udp_connection import UdpConnection
+from thinwire.transport.udp_listener import UdpListener
 
-Sides = tuple[udp.UdpListener, udp.UdpConnection]
+Sides = tuple[UdpListener, UdpConnection]
 
 
 @contextmanager
 def sides() -> Iterator[Sides]:
     listener = listen("udp://127.0.0.1:0")
     connection = connect(listener.address)
-    assert isinstance(listener, udp.UdpListener) and isinstance(connection, udp.UdpConnection)
+    assert isinstance(listener, UdpListener) and isinstance(connection, UdpConnection)
     try:
         yield listener, connection
     finally:
@@ -59,7 +68,7 @@ def opened(both: Sides) -> bytes:
 
 @pytest.mark.parametrize("loss", [0.0, 0.2])
 def test_messages_keep_their_order_and_losses_are_told(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(udp, "open_socket", opener(loss))
+    lose(monkeypatch, loss)
     with sides() as both:
         listener, connection = both
         peer = opened(both)
@@ -123,7 +132,7 @@ def test_strangers_change_nothing() -> None:
 
 
 def test_a_worker_without_datagrams_still_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(udp, "open_socket", opener(1.0))
+    lose(monkeypatch, 1.0)
     with sides() as both:
         listener, connection = both
         got: list[list[bytes]] = []
@@ -142,7 +151,7 @@ def test_a_restarted_server_gives_a_new_session() -> None:
         address = both[0].address
         both[0].close()
         again = listen(address)
-        assert isinstance(again, udp.UdpListener)
+        assert isinstance(again, UdpListener)
         try:
             got: list[list[bytes]] = []
 
@@ -170,7 +179,14 @@ def test_seals() -> None:
 
 @given(st.binary(max_size=200))
 def test_broken_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
-    for read in (unpack, read_data, read_reports, read_control, lambda d: read_envelope([d])):
+    for read in (
+        unpack,
+        read_data,
+        read_reports,
+        lambda d: read_control(1, d),
+        lambda d: read_envelope([d]),
+        lambda d: read_records(1, d),
+    ):
         try:
             read(data)
         except (TransportError, IndexError):
@@ -181,7 +197,7 @@ def test_broken_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
 
 @given(st.sets(st.integers(0, 40)), st.integers(41, 60))
 def test_reports_and_pieces_say_what_was_lost(lost: set[int], count: int) -> None:
-    report = Report(9, count, 0.001, 0.002, frozenset(lost))
+    report = Report(9, count, frozenset(lost), 0.001, 0.002, 0.5, 77)
     assert read_reports(report.pack() * 2) == [report, report]
     arrived = {i: bytes([i]) * i for i in range(count) if i not in lost}
     back = unpack(pack(count, 1000, arrived.items()))
@@ -193,10 +209,10 @@ def test_the_deadline_follows_what_was_measured() -> None:
     for late in (0.0, 0.2):
         for message in range(100):
             number = message + int(late * 1000)
-            gathering.add(number, 0, 2, b"", b"x", 0.0, 100.0)
-            gathering.begin(number, 2, 2, b"", 100.0)
-            gathering.end(number, 2, 2, b"", 100.0)
-            gathering.add(number, 1, 2, b"", b"x", 0.0, 100.0 + late)
+            now = time.monotonic()
+            gathering.add(number, 0, 2, b"", b"x", 0.0, 0.0)
+            gathering.end(number, 2, 2, b"", now - late)
+            gathering.add(number, 1, 2, b"", b"x", 0.0, 0.0)
             gathering.close(number)
         waits.append(gathering.lateness.wait)
     assert waits[0] < 0.01 and 0.2 < waits[1] < 0.4

@@ -3,6 +3,7 @@
 Prints what happened when, by the machine's one monotonic clock, which all emulated hosts share.
 """
 
+import functools
 import json
 import os
 import random
@@ -70,6 +71,7 @@ def batches(model: str, size: int, rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[rows], y[rows]) for rows in order]
 
 
+@functools.cache
 def digits() -> tuple[Tensor, Tensor]:
     """All digits that come with scikit-learn; those from 1300 on are kept for testing."""
     data = load_digits()

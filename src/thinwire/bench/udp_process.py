@@ -5,11 +5,12 @@ Some ranks send datagrams by the udp transport, the rest a plain TCP stream; ran
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import sys
-import threading
 import time
+from typing import Any
 
 from thinwire.transport.addresses import connect, listen
 from thinwire.transport.pieces import unpack
@@ -20,10 +21,13 @@ _PIECES, _WINDOW = 64, 16
 
 def take(address: str, port: int, seconds: float, senders: int, streams: int) -> None:
     """Rank 0: bytes of each sender between a second and a half after the last one came and the end."""
+    # In processes of their own: one interpreter would let the datagrams' threads hold up the streams.
+    forked = multiprocessing.get_context("fork")
+    sinks = {f"tcp {number}": forked.Value("q", 0) for number in range(streams)}
+    for number, taken in enumerate(sinks.values()):
+        forked.Process(target=_sink, args=(port + 1 + number, taken), daemon=True).start()
     listener = listen(f"udp://{address}:{port}", insecure=True)
     counts: dict[str, int] = {}
-    for number in range(streams):
-        threading.Thread(target=_sink, args=(port + 1 + number, counts, f"tcp {number}"), daemon=True).start()
     names: dict[bytes, str] = {}
     lost = sent = 0
     at_begin: dict[str, int] = {}
@@ -37,6 +41,7 @@ def take(address: str, port: int, seconds: float, senders: int, streams: int) ->
                 sent, lost = sent + pieces.count, lost + pieces.count - len(pieces.arrived)
             listener.send(peer, [b"taken"])
         now = time.monotonic()
+        counts |= {name: taken.value for name, taken in sinks.items() if taken.value}
         if not begin and len(counts) == senders + streams:
             begin = now + 1.5
             ends = begin + seconds
@@ -49,12 +54,12 @@ def take(address: str, port: int, seconds: float, senders: int, streams: int) ->
     listener.close()
 
 
-def _sink(port: int, counts: dict[str, int], name: str) -> None:
+def _sink(port: int, taken: Any) -> None:
     with socket.create_server(("0.0.0.0", port)) as server:
         stream, _ = server.accept()
         with stream, contextlib.suppress(OSError):
             while data := stream.recv(1 << 18):
-                counts[name] = counts.get(name, 0) + len(data)
+                taken.value += len(data)
 
 
 def send(address: str, port: int) -> None:

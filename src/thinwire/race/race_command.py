@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from thinwire.race.loss_race import LossRace
     from thinwire.race.race import Result
 
 METHODS = "dense,fp16,percentile90,topk1"
@@ -34,9 +36,14 @@ def race_command(
     logs: Annotated[Path | None, typer.Option(help="Folder for the event logs; default: temporary.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
+    transport: Annotated[str | None, typer.Option(help="Race transports to a parameter server: tcp,udp.")] = None,
+    loss: Annotated[str, typer.Option(help="With --transport: shares of packets lost: 0%,1%,5%,20%.")] = "0%",
+    on_loss: Annotated[str, typer.Option(help="With --transport, of udp: restore,ignore.")] = "restore",
+    compress: Annotated[str, typer.Option(help="With --transport: the codec of both directions.")] = "topk1",
 ) -> None:
-    """Train the same recipe with each method over the same thin network and compare."""
+    """Train the same recipe with each method, or over each transport, on the same thin network and compare."""
     from thinwire.race.live import LiveRuns
+    from thinwire.race.loss_race import LossRace, ways
     from thinwire.race.methods import check_method
     from thinwire.race.plans import make_plan, rate_or_none
     from thinwire.race.race import Field, run_race
@@ -46,6 +53,11 @@ def race_command(
     names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip() != "infinite"))
     for name in names:
         check_method(name)
+    raced = [] if transport is None else ways(transport, loss, on_loss)
+    if transport is None and (loss != "0%" or on_loss != "restore"):
+        raise ValueError("--loss and --on-loss go with --transport: methods of attach lose nothing")
+    if raced and rate == "none":
+        raise ValueError("--transport needs a --rate: packets are lost in the lab")
     made = get_recipe(recipe)
     made.load(data)  # a missing file is better told here than by every worker
     plan = make_plan(
@@ -58,10 +70,14 @@ def race_command(
         max_steps=max_steps,
         evaluate_every=evaluate_every,
     )
+    place = Field(hosts, rate_or_none(rate), shlex.join(["thinwire", *sys.argv[1:]]))
+    if transport is not None:
+        lasting = plan if target is not None else replace(plan, target=None)  # all make the same steps
+        race = LossRace(made, recipe, data, lasting, place, raced, compress)
+        _race_transports(race, logs, json_file, report)
+        return
     runs = with_infinite([(name, seed) for seed in range(seeds) for name in names])
     work = Work(recipe, data, tuple(runs), plan)
-    command = shlex.join(["thinwire", *sys.argv[1:]])
-    place = Field(hosts, rate_or_none(rate), command)
     folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="thinwire-race-"))
     labels = [f"{name} #{seed}" if seeds > 1 and name != "infinite" else name for name, seed in runs]
     totals = [min(work.infinite_steps, plan.max_steps) if name == "infinite" else plan.max_steps for name, _ in runs]
@@ -79,6 +95,33 @@ def race_command(
         json_file.write_text(json.dumps(result.to_json(), indent=1) + "\n")
     console = Console()
     console.print(_table(result))
+    console.print(result.verdict(), highlight=False)
+    if report is not None:
+        console.print(f"The page is {report}.", highlight=False)
+
+
+def _race_transports(race: "LossRace", logs: Path | None, json_file: Path | None, report: Path | None) -> None:
+    from thinwire.report.page import write_report
+
+    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="thinwire-race-"))
+    try:
+        result, place = race.run(folder), race.place
+        if report is not None:
+            title = f"{result.recipe}: {place.hosts} workers and a server at {place.rate}, through loss"
+            write_report(result.logs, report, title=title, verdict=result.verdict(), table=result.rows())
+    finally:
+        if logs is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    rows = result.rows()
+    table = Table(title=f"{result.recipe}: {place.hosts} workers at {place.rate}", box=SIMPLE, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "Run" else "right")
+    for row in rows:
+        table.add_row(*row.values())
+    console = Console()
+    console.print(table)
     console.print(result.verdict(), highlight=False)
     if report is not None:
         console.print(f"The page is {report}.", highlight=False)

@@ -3,13 +3,14 @@
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from thinwire.errors import ThinwireError
 from thinwire.events import EventLog, Run
+from thinwire.lab.units import parse_loss
 from thinwire.race.launch import launch
 from thinwire.race.live import LiveRuns
 from thinwire.race.race import Field, describe_run
@@ -20,11 +21,13 @@ from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import last_value, reached
 
 
-def describe_served(recipe: Recipe, terms: Terms, place: Field) -> Run:
-    """The first record of a log that a parameter server writes."""
+def describe_served(recipe: Recipe, terms: Terms, place: Field, label: str = "", loss: str | None = None) -> Run:
+    """The first record of a log that a parameter server writes; `label` in place of a name from the terms."""
     work = Work(recipe.name, None, (), terms.plan)
     way = f":udp-{terms.on_loss}" if terms.transport == "udp" else ""
-    return describe_run(recipe, work, place, f"{terms.mode}:{terms.push}/{terms.pull}{way}", terms.seed)
+    name = label or f"{terms.mode}:{terms.push}/{terms.pull}{way}"
+    made = describe_run(recipe, work, place, name, terms.seed)
+    return replace(made, transport=f"{terms.transport}{way[4:]}", packet_loss=parse_loss(loss))
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,12 @@ class ServedTraining:
     place: Field
     log: Path
     loss: str | None = None  # of every link, in the lab
+    label: str = ""  # what the log calls the method
 
     def run(self) -> str:
         """Start all processes, show and log what the master tells; returns a sentence."""
         terms, began = self.served.terms, time.monotonic()
-        run = describe_served(self.recipe, terms, self.place)
+        run = describe_served(self.recipe, terms, self.place, self.label, self.loss)
         argv = [sys.executable, "-m", "thinwire.race.served_process", self.served.to_json()]
         with EventLog(self.log, run) as log, LiveRuns([run.method], [terms.plan.max_steps], run.metric) as live:
 

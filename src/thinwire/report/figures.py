@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.events import PHASES, Histogram, RunLog
-from thinwire.report.summary import by_method, bytes_per_host_step, phase_ms, reached
+from thinwire.report.summary import by_method, bytes_per_host_step, last_value, phase_ms, reached, settled
 
 LAYERS_SHOWN = 12
 
@@ -23,6 +23,7 @@ def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
         "phases": _phases(logs),
         "bytes": _bytes(logs),
         "layers": _layers(logs),
+        "loss": _loss(logs, scale),
     }
 
 
@@ -68,6 +69,31 @@ def _bytes(logs: Sequence[RunLog]) -> dict[str, Any]:
             methods.append(method)
             amounts.append(sum(values) / len(values) / 1e6)
     return {"methods": methods, "mb": amounts}
+
+
+def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
+    """Per transport, over the links' loss: what a step waits, lost datagrams, the last value of the metric."""
+    ways: dict[str, list[RunLog]] = {}
+    for log in logs:
+        if log.run.transport:
+            ways.setdefault(log.run.transport, []).append(log)
+    if not any(log.run.packet_loss for log in logs):
+        return []
+    found = []
+    for way, runs in ways.items():
+        runs.sort(key=lambda log: log.run.packet_loss)
+        last = [last_value(log, "test") for log in runs]
+        found.append(
+            {
+                "transport": way,
+                "loss": [round(100 * log.run.packet_loss, 4) for log in runs],
+                "wait": [
+                    round(1e3 * sum(s.exchange for s in settled(log)) / max(len(settled(log)), 1), 3) for log in runs
+                ],
+                "value": [None if value is None else round(scale * value, 3) for value in last],
+            }
+        )
+    return found
 
 
 def _layers(logs: Sequence[RunLog]) -> dict[str, Any]:

@@ -90,11 +90,36 @@ function layers() {
   }
 }
 
+const lossVariable = (way) => `--m${data.loss.findIndex((one) => one.transport === way) % 8}`;
+
+function overLoss(id, key, title, range) {
+  // Equal steps between the losses: most of them are small, and one is not.
+  const shares = [...new Set(data.loss.flatMap((one) => one.loss))].sort((a, b) => a - b).map((share) => `${share} %`);
+  const traces = data.loss.map((one) => ({
+    x: one.loss.map((share) => `${share} %`), y: one[key], type: "scatter", mode: "lines+markers",
+    line: { color: colour(lossVariable(one.transport)), width: 2.2 }, marker: { size: 8 },
+    hovertemplate: `${one.transport} at %{x} loss: %{y:.4g}<extra></extra>`,
+  }));
+  draw(id, traces, {
+    xaxis: axis("packets lost on every link", { type: "category", categoryarray: shares, showgrid: false }),
+    yaxis: axis(title, range),
+  });
+}
+
+function loss() {
+  if (!data.loss.length) return;
+  overLoss("loss-waits", "wait", "milliseconds per step", { rangemode: "tozero" });
+  // Not closer than the noise of a test split: a tenth of a point must not look like a fall.
+  const low = Math.min(...data.loss.flatMap((one) => one.value.filter((value) => value !== null)));
+  overLoss("loss-values", "value", `test ${data.metric}`, data.percent ? { range: [Math.max(0, low - 5), 101] } : {});
+}
+
 function paint() {
   curves("over-time", "wall", "seconds of training", "s");
   curves("over-passes", "epoch", "passes of the data", "passes");
   phaseTimes();
   bytesSent();
+  loss();
   layers();
   document.documentElement.dataset.drawn = document.querySelectorAll(".main-svg").length;
 }
@@ -117,6 +142,10 @@ function prepare() {
       const button = Object.assign(document.createElement("button"), { type: "button", textContent: name, onclick: () => choose(name) });
       document.querySelector(".splits").append(button);
     }
+  }
+  if (data.loss.length) {
+    document.getElementById("loss-section").hidden = false;
+    legend("loss-ways", data.loss.map((one) => one.transport), lossVariable);
   }
   if (data.layers.shown.length) {
     document.getElementById("gradient-section").hidden = false;

@@ -48,7 +48,7 @@ class Copies:
         rows = [self._rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
         size = len(body)
         if lossy and not whole:
-            arrived = Arrived(body, [row.numel() for row in rows])
+            arrived = Arrived(body, [row.numel() for row in rows], exact=True)
             arrived.add_to(rows)
             size = arrived.size
         else:

@@ -1,7 +1,7 @@
 """Lossy: pushes and deltas as shards, any of which may not arrive, and what both sides do about it.
 
 A worker puts lost shards of a gradient back into its memory (restore) or does without (ignore). Of deltas the server
-always keeps account: a view is what the worker really has, so that what was lost is still missing and goes again.
+always keeps account: what a worker did not get goes again with the next one.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ def check_on_loss(word: str) -> OnLoss:
 class Arrived:
     """A message in pieces, checked: what has come of it is read like a frame."""
 
-    def __init__(self, body: Buffer, numels: Sequence[int]) -> None:
+    def __init__(self, body: Buffer, numels: Sequence[int], *, exact: bool = False) -> None:
         try:
             pieces = unpack(body)
         except TransportError as error:
@@ -42,7 +42,7 @@ class Arrived:
         self.size, self.lost = pieces.total, pieces.count - len(pieces.arrived)
         self.non_finite = any(piece == NON_FINITE for piece in pieces.arrived.values())
         found = [] if self.non_finite else sorted(pieces.arrived.items())
-        self.shards = [ShardReader(piece, numels) for _, piece in found]
+        self.shards = [ShardReader(piece, numels, exact=exact) for _, piece in found]
 
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
         """Add all that has come."""

@@ -25,7 +25,8 @@ class Node:
     edition: int
     values: list[Tensor]
     followers: int = 0
-    delta: "tuple[Buffer, Node] | None" = None  # the frame to the newest edition that was asked for, and its node
+    # What leads to the newest edition that was asked for, as a frame or as shards, and that edition's node.
+    delta: "tuple[Buffer | list[bytes], Node] | None" = None
     gone: bool = False  # its values have become those of a later node
 
 
@@ -79,9 +80,11 @@ class Views:
             node = self._joined(layer, part)
             self._move(at, worker, node)
             return Answer(node.edition, True, all_bytes(node.values))
-        frame, after = self._advanced(node, layer, part, alone=node.followers == 1)
+        delta, after = self._advanced(node, layer, part, alone=node.followers == 1)
         self._move(at, worker, after)
-        return Answer(edition, False, frame)
+        if isinstance(delta, list):
+            return Answer(edition, False, b"", delta)
+        return Answer(edition, False, delta)
 
     def forget(self, worker: int) -> None:
         """A worker has left: its view is not needed any more."""
@@ -104,25 +107,30 @@ class Views:
             return Node(self._editions[layer, part], [value.clone() for value in self._values[layer][part]])
         return self._advanced(popular, layer, part)[1] if popular.edition < self._editions[layer, part] else popular
 
-    def _advanced(self, node: Node, layer: int, part: int, *, alone: bool = False) -> tuple[Buffer, Node]:
+    def _advanced(self, node: Node, layer: int, part: int, *, alone: bool = False) -> tuple[Buffer | list[bytes], Node]:
         """The delta from a node to the present edition, made once, and the node that it leads to.
 
         When nobody else is at the node its values are changed in place.
         """
         edition = self._editions[layer, part]
         if node.delta is None or node.delta[1].edition != edition or node.delta[1].gone:
-            assert self._codec is not None
             pieces = self._layout.layers[layer].parts[part]
             missing = {
                 piece.name: mine - theirs
                 for piece, mine, theirs in zip(pieces, self._values[layer][part], node.values, strict=True)
             }
-            frame = self._codec.encode(missing, step=edition)
             after = Node(edition, node.values if alone else [value.clone() for value in node.values])
-            FrameReader(frame, self._layout.numels(layer, part)).add_to(after.values)
             node.gone = alone
-            node.delta = frame.data.numpy().data, after
+            node.delta = self._encode(missing, after.values, edition), after
         return node.delta
+
+    def _encode(self, missing: dict[str, Tensor], values: list[Tensor], edition: int) -> Buffer | list[bytes]:
+        """What is missing, as far as the codec sends it; it is added to the values, as the worker will do."""
+        assert self._codec is not None
+        frame = self._codec.encode(missing, step=edition)
+        FrameReader(frame, [value.numel() for value in values]).add_to(values)
+        body: Buffer = frame.data.numpy().data
+        return body
 
     def _body(self, layer: int, part: int) -> Buffer:
         edition, body = self._bodies.get((layer, part), (-1, b""))

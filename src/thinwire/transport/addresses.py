@@ -81,17 +81,17 @@ def _connect_tcp(address: str, keys: Keys) -> "TcpConnection":
 
 def _listen_udp(address: str, keys: Keys, insecure: bool, mtu: int | None = None) -> Listener:
     with _from_extra("server"):
-        from thinwire.transport import udp
+        from thinwire.transport.udp_listener import UdpListener
     if mtu is not None:
         check_mtu(mtu)
     host = resolve(split(address)[0])
-    return udp.UdpListener(_listen_tcp(address, keys, insecure), host, mtu=mtu)
+    return UdpListener(_listen_tcp(address, keys, insecure), host, mtu=mtu)
 
 
 def _connect_udp(address: str, keys: Keys) -> Connection:
     with _from_extra("server"):
-        from thinwire.transport import udp
-    return udp.UdpConnection(_connect_tcp(address, keys), split(address)[0])
+        from thinwire.transport.udp_connection import UdpConnection
+    return UdpConnection(_connect_tcp(address, keys), split(address)[0])
 
 
 def _listen_mpi(address: str, keys: Keys, insecure: bool) -> Listener:

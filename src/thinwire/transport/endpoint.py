@@ -91,6 +91,7 @@ class Endpoint:
         self._waker.setblocking(False)
         self._lock = threading.Lock()  # between `wake` and `close`
         self._gate: Gate | None = None
+        self._watched: set[int] = set()
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor, self._woken):
             self._poller.register(source, zmq.POLLIN)
@@ -99,6 +100,17 @@ class Endpoint:
         """Encrypt, and let in only workers whose keys are in a folder. Before the socket is bound."""
         self._gate = Gate(self._context, folder)
         self._gate.guard(self.socket)
+
+    def watch(self, descriptor: int) -> None:
+        """End a `wait`, from now on, also when there is something to read from this file descriptor."""
+        self._watched.add(descriptor)
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Before it is closed."""
+        if descriptor in self._watched:
+            self._watched.remove(descriptor)
+            self._poller.unregister(descriptor)
 
     def send(self, frames: Sequence[Sendable]) -> bool:
         """Queue one message; False if its peer is unknown or its queue is full."""
@@ -129,7 +141,7 @@ class Endpoint:
         return frames
 
     def wait(self, seconds: float) -> bool:
-        """Wait for something to happen; False if the time is over or somebody called `wake`."""
+        """Wait for something to happen; False if it is over, at a `wake`, or if what is watched is ready."""
         milliseconds = min(max(0, math.ceil(min(seconds, 1e6) * 1000)), 1_000_000)
         happened = dict(self._poller.poll(milliseconds))
         woken = self._woken.fileno() in happened
@@ -137,7 +149,7 @@ class Endpoint:
             with contextlib.suppress(BlockingIOError):
                 while self._woken.recv(4096):
                     pass
-        return bool(happened) and not woken
+        return bool(happened) and not woken and not self._watched.intersection(happened)
 
     def handshakes(self) -> Iterator[tuple[int, int]]:
         """Handshakes that ended since the last call: (event, its value)."""

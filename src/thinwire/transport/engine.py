@@ -1,4 +1,4 @@
-"""Engine: the thread that reads datagrams as they come and lets them leave as fast as the pacers say.
+"""Engine: a socket for datagrams, and the thread that lets them leave as fast as the pacers say.
 
 A socket's buffer holds a few milliseconds of traffic: whoever computes cannot also read it in time.
 """
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from thinwire.errors import TransportError
-from thinwire.transport.envelope import CONTROL, DATA, PROBE, Kind, read_control, read_data
+from thinwire.transport.envelope import CONTROL, DATA, PROBE, read_control, read_data
 from thinwire.transport.mtu import LARGEST_DATAGRAM
 from thinwire.transport.path import Path
 from thinwire.transport.sealing import OVERHEAD, session_of
@@ -24,6 +24,8 @@ log = logging.getLogger("thinwire.transport")
 # Datagrams that are read before others get a turn.
 _AT_ONCE = 128
 _BUFFER = 1 << 22
+# The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes.
+_OWNERS = 0.004
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
 _STAMPED = struct.Struct("@qq")
@@ -54,7 +56,7 @@ class Engine(threading.Thread):
         self._poked, self._poker = socket.socketpair()
         self._poked.setblocking(False)
         self._poker.setblocking(False)
-        self._probed = 0.0
+        self._probed = self._sleeps_until = 0.0
         self._ending = False
 
     def run(self) -> None:
@@ -63,8 +65,11 @@ class Engine(threading.Thread):
         waiting.register(self._poked, select.POLLIN)
         while not self._ending:
             try:
-                pause = self.pump_all()
-                waiting.poll(min(pause, 0.25) * 1000)
+                pause = min(self.pump_all(), 0.25)
+                self._sleeps_until = time.monotonic() + pause
+                ready = waiting.poll(1000 * pause)
+                if ready and ready[0][0] == self._socket.fileno():
+                    time.sleep(min(_OWNERS, pause))
                 with contextlib.suppress(OSError):
                     self._poked.recv(4096)
                 if self.receive():
@@ -72,6 +77,10 @@ class Engine(threading.Thread):
             except Exception:  # without this thread nothing moves any more
                 log.exception("the thread that sends and reads datagrams goes on after an error")
                 time.sleep(0.1)
+
+    def fileno(self) -> int:
+        """Of the socket, to wait for datagrams."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         """End the thread and close the socket."""
@@ -95,36 +104,48 @@ class Engine(threading.Thread):
                     self._socket.sendto(datagram, path.address)
 
     def pump(self, path: Path) -> tuple[float, bool]:
-        """Let leave what may; returns the seconds until more may, and whether a message's last word was said."""
-        ended = False
+        """Let leave what may; returns the seconds until more may, and whether a message's last word may be said."""
         with self.lock:
+            delay, waiting = 3600.0, len(path.queue)
             while path.queue:
-                now = time.monotonic()
-                datagram, delay = path.next_datagram(now)
+                datagram, delay = path.next_datagram(time.monotonic())
                 if datagram is None:
-                    return delay, ended
+                    break
                 self.transmit(path, [datagram])
-                if path.queue[0].next == len(path.queue[0].pieces):
-                    self.transmit(path, path.end_sent(now))
-                    ended = True
-        return 3600.0, ended
+                delay = 3600.0
+            return min(delay, self.express(path)), len(path.queue) < waiting
+
+    def express(self, path: Path) -> float:
+        """Send short envelopes as datagrams where that is worth it; returns the seconds until it is again."""
+        now = time.monotonic()
+        datagrams, pause = path.express(now)
+        self.transmit(path, datagrams)
+        path.express_at = now + pause
+        return pause
 
     def pump_all(self) -> float:
-        """One round over all paths; returns the seconds until the next is due."""
+        """One round over all paths that have anything to send; returns the seconds until the next is due."""
+        now = time.monotonic()
         with self.lock:
             paths = list(self.paths.values())
-        rounds = [self.pump(path) for path in paths]
+            rounds = [self.pump(path) for path in paths if path.queue or now >= path.express_at]
         if any(ended for _, ended in rounds):
             self._wake()
         if self._probes:
             for path in paths:
                 self._probe(path)
-        return min((delay for delay, _ in rounds), default=3600.0)
+        later = [path.express_at - now for path in paths]
+        return max(0.0, min([*(delay for delay, _ in rounds), *later], default=3600.0))
 
     def poke(self) -> None:
         """Something new waits to leave."""
         with contextlib.suppress(OSError):
             self._poker.send(b"\0")
+
+    def poke_before(self, moment: float) -> None:
+        """Something must be looked after at that time: wake the thread if it would sleep for longer."""
+        if moment < self._sleeps_until - 0.002:
+            self.poke()
 
     def _probe(self, path: Path) -> None:
         """A datagram of full size: it tells the server where we are, and proves that such datagrams pass."""
@@ -166,20 +187,17 @@ class Engine(threading.Thread):
             return False
 
     def _believe(self, path: Path, plain: bytes, address: tuple[str, int], stamp: float) -> bool:
-        kind, now, opened = plain[0], time.monotonic(), False
+        kind, opened = plain[0], False
         if not self._probes and path.address != address:
             opened, path.address = path.address is None, address
             if opened:
                 path.open_to_peer()
         if kind == DATA:
             message, index, count, head, piece, sent = read_data(plain)
-            return path.gathering.add(message, index, count, head, piece, stamp - sent, now) or opened
+            return path.take_piece(message, index, count, head, piece, sent, stamp) or opened
         if kind == CONTROL:
-            envelope = read_control(plain)
-            if envelope is not None and envelope.kind > Kind.AGAIN:
-                path.take(envelope, now, reliable=False)
-                return True
-        elif kind != PROBE:
+            return path.take_control(*read_control(path.session, plain)) or opened
+        if kind != PROBE:
             raise TransportError("a datagram of a kind that there is not")
         return opened
 

@@ -11,19 +11,23 @@ from thinwire.transport.base import Buffer
 # magic, version, kind, whether reports follow, session, number in the session's order
 _ENVELOPE = struct.Struct("<4sBBHIQ")
 _MAGIC, _VERSION = b"TWUD", 1
-# kind, parts; then the length of each
-_CONTROL = struct.Struct("<BB")
+# A short envelope among others: kind, parts, number, bytes of reports; then the lengths of the parts
+_RECORD = struct.Struct("<BBQH")
 _LENGTH = struct.Struct("<H")
+# A datagram of records: kind, the number that its sender waits for
+_CONTROL = struct.Struct("<BQ")
 # kind, length of the head, index, count, message, time of sending
 _DATA = struct.Struct("<BBHHId")
-# message, pieces, hold and the least queueing delay in microseconds, bytes of the bitmap (none: all have arrived)
-_REPORT = struct.Struct("<IHIIH")
+# message, pieces, bytes a second that its sender may use of the receiver's link (0: all), bytes of the bitmap (none:
+# all have arrived); in microseconds: hold, the least queueing delay, from the first to the last arrival
+_REPORT = struct.Struct("<IHIHIII")
 # message, pieces, their bytes
 _END = struct.Struct("<IHI")
+_MOST = 0xFFFFFFFF
 
 DATA, CONTROL, PROBE = 1, 2, 3
-DATA_BYTES = _DATA.size
-# Messages up to this size also travel as a datagram where the path loses packets.
+DATA_BYTES, CONTROL_BYTES = _DATA.size, _CONTROL.size
+# Envelopes up to this size travel several together, and also as a datagram where the path loses packets.
 EXPRESS = 600
 
 
@@ -36,9 +40,9 @@ class Kind(IntEnum):
     AGAIN = 4  # server: I do not know this session
     PLAIN = 5  # a message
     WHOLE = 6  # a message in pieces, all of them here
-    BEGIN = 7  # a message in datagrams: its place in the order
+    WORD = 7  # a message's datagrams have all left; stands for them in the order
     REPORT = 8  # nothing but reports
-    END = 9  # a message's datagrams have all left; outside of the order
+    BATCH = 9  # several envelopes; its number is the one that its sender waits for
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,17 @@ class Report:
 
     message: int
     count: int
-    hold: float  # seconds from the last datagram to this report
-    queue: float  # the least queueing delay of its datagrams, in seconds
     lost: frozenset[int]
+    hold: float = 0.0  # seconds from the last datagram to this report
+    queue: float = 0.0  # the least queueing delay of its datagrams, in seconds
+    span: float = 0.0  # seconds from the first to the last of them
+    grant: int = 0  # bytes a second that the receiver has for this sender; 0 if it is the only one
 
     def pack(self) -> bytes:
         bits = sum(1 << i for i in range(self.count) if i not in self.lost) if self.lost else 0
         bitmap = bits.to_bytes((self.count + 7) // 8, "little") if self.lost else b""
-        times = (min(int(max(0.0, seconds) * 1e6), 0xFFFFFFFF) for seconds in (self.hold, self.queue))
-        return _REPORT.pack(self.message, self.count, *times, len(bitmap)) + bitmap
+        times = (min(int(max(0.0, seconds) * 1e6), _MOST) for seconds in (self.hold, self.queue, self.span))
+        return _REPORT.pack(self.message, self.count, min(self.grant, _MOST), len(bitmap), *times) + bitmap
 
 
 def read_reports(data: Buffer) -> list[Report]:
@@ -64,7 +70,7 @@ def read_reports(data: Buffer) -> list[Report]:
     while at < len(view):
         if at + _REPORT.size > len(view):
             raise TransportError("a report is cut off")
-        message, count, hold, queue, length = _REPORT.unpack_from(view, at)
+        message, count, grant, length, hold, queue, span = _REPORT.unpack_from(view, at)
         at += _REPORT.size
         bitmap = view[at : at + length]
         at += length
@@ -72,7 +78,7 @@ def read_reports(data: Buffer) -> list[Report]:
             raise TransportError("a report's bitmap has the wrong size")
         bits = int.from_bytes(bitmap, "little")
         lost = frozenset(i for i in range(count) if not bits >> i & 1) if length else frozenset()
-        found.append(Report(message, count, hold * 1e-6, queue * 1e-6, lost))
+        found.append(Report(message, count, lost, hold * 1e-6, queue * 1e-6, span * 1e-6, grant))
     return found
 
 
@@ -91,11 +97,11 @@ class Envelope:
         head = _ENVELOPE.pack(_MAGIC, _VERSION, self.kind, bool(len(self.reports)), self.session, self.number)
         return [head, *([self.reports] if len(self.reports) else []), *self.parts]
 
-    def as_control(self) -> bytes:
-        """For a datagram."""
-        parts = self.as_parts()
-        lengths = b"".join(_LENGTH.pack(len(part)) for part in parts)
-        return b"".join([_CONTROL.pack(CONTROL, len(parts)), lengths, *parts])
+    def as_record(self) -> bytes:
+        """For a batch or a datagram, with others."""
+        head = _RECORD.pack(self.kind, len(self.parts), self.number, len(self.reports))
+        lengths = [_LENGTH.pack(len(part)) for part in self.parts]
+        return b"".join([head, *lengths, self.reports, *self.parts])
 
     @property
     def size(self) -> int:
@@ -114,19 +120,38 @@ def read_envelope(parts: Sequence[Buffer]) -> Envelope | None:
     return Envelope(Kind(kind), session, number, list(parts[1 + reported :]), parts[1] if reported else b"")
 
 
-def read_control(data: bytes) -> Envelope | None:
-    """The envelope in a datagram."""
-    _, count = _CONTROL.unpack_from(data)
-    at = _CONTROL.size + count * _LENGTH.size
-    if not count or at > len(data):
+def read_records(session: int, data: Buffer) -> list[Envelope]:
+    """All envelopes in the records of a batch or a datagram."""
+    view, at, found = memoryview(data), 0, []
+    while at < len(view):
+        if at + _RECORD.size > len(view):
+            raise TransportError("a record is cut off")
+        kind, count, number, reported = _RECORD.unpack_from(view, at)
+        at += _RECORD.size
+        ends = at + count * _LENGTH.size
+        if not Kind.PLAIN <= kind <= Kind.REPORT or ends > len(view):
+            raise TransportError("a record makes no sense")
+        lengths = [length for (length,) in _LENGTH.iter_unpack(view[at:ends])]
+        at, pieces = ends, []
+        for length in (reported, *lengths):
+            if at + length > len(view):
+                raise TransportError("a record's parts are cut off")
+            pieces.append(view[at : at + length])
+            at += length
+        found.append(Envelope(Kind(kind), session, number, pieces[1:], pieces[0]))
+    return found
+
+
+def pack_control(due: int, records: Sequence[bytes]) -> bytes:
+    """A datagram of records; `due` is the number that its sender waits for."""
+    return _CONTROL.pack(CONTROL, due) + b"".join(records)
+
+
+def read_control(session: int, data: bytes) -> tuple[int, list[Envelope]]:
+    """(the number that the sender waits for, its envelopes)."""
+    if len(data) < _CONTROL.size:
         raise TransportError("a datagram is cut off")
-    view, parts = memoryview(data), []
-    for (length,) in _LENGTH.iter_unpack(data[_CONTROL.size : at]):
-        parts.append(view[at : at + length])
-        at += length
-    if at != len(data):
-        raise TransportError("a datagram's length is not what it says")
-    return read_envelope(parts)
+    return _CONTROL.unpack_from(data)[1], read_records(session, memoryview(data)[_CONTROL.size :])
 
 
 def pack_data(message: int, index: int, count: int, head: bytes, piece: Buffer, now: float) -> bytes:

@@ -1,9 +1,10 @@
 """Gathering: datagrams become messages again; whoever waits for a missing one knows for how long.
 
-A message is closed when all its datagrams are there, or at a deadline after the sender said that all have left: as
+A message is closed when all its datagrams are there, or at a deadline after the sender's word that all have left: as
 late as datagrams were seen to come after that word, and four deviations. Late ones are counted and teach the deadline.
 """
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -42,15 +43,9 @@ class Message:
     pieces: dict[int, bytes] = field(default_factory=dict)
     last: float = 0.0  # when the newest piece came
     queue: float = 0.0  # the shortest queueing delay of its datagrams, in seconds
+    stamps: tuple[float, float] = (0.0, 0.0)  # of the first and the last arrival, by the kernel's clock
     ended: float | None = None  # when the sender's last word came
-    begun: float | None = None  # when its turn had come
     total: int = 0
-
-    def deadline(self, wait: float) -> float:
-        """When to give up: after the last word, or after a long silence where that got lost."""
-        if self.ended is not None:
-            return self.ended + wait
-        return max(self.last, self.begun or 0.0) + 2 * _LONGEST
 
     @property
     def whole(self) -> bool:
@@ -67,13 +62,17 @@ class Gathering:
         self._fastest: list[float] = []  # the least one-way delays of the last spans, by two clocks
         self.received = self.late = self.repeated = self.lost = 0
 
-    def add(self, message: int, index: int, count: int, head: bytes, piece: bytes, flight: float, now: float) -> bool:
-        """Take a datagram in; True if its message is complete. `flight` is its delay by the two sides' clocks."""
+    def knows(self, message: int) -> bool:
+        """Whether this message was closed lately: a datagram of it is late."""
+        return message in self._closed
+
+    def add(self, message: int, index: int, count: int, head: bytes, piece: bytes, sent: float, stamp: float) -> bool:
+        """Take a datagram in; True if its message is complete. It left and came at these times, by two clocks."""
         if message in self._closed:
             self.late += 1
             ended = self._closed[message]
             if ended is not None:
-                self.lateness.learn(now - ended)
+                self.lateness.learn(time.monotonic() - ended)
             return False
         found = self.open.get(message)
         if found is None:
@@ -85,29 +84,24 @@ class Gathering:
             return False
         self.received += 1
         found.pieces[index] = piece
-        found.last = now
-        delay = self._delay(flight, now)
-        found.queue = delay if len(found.pieces) == 1 else min(found.queue, delay)
+        found.last = time.monotonic()
+        delay = self._delay(stamp - sent, stamp)
+        first = len(found.pieces) == 1
+        found.queue = delay if first else min(found.queue, delay)
+        found.stamps = (stamp if first else found.stamps[0], stamp)
         return found.whole
 
-    def begin(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:
-        """The sender's first word on a message, in its turn; None if it is closed already."""
+    def end(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:
+        """The sender's last word on a message; None if it is closed already."""
         if message in self._closed:
             return None
         found = self.open.get(message)
         if found is None or found.count != count or found.head != head:
             found = self.open[message] = Message(message, count, head)
         found.total = total
-        found.begun = found.begun or now
+        if found.ended is None:
+            found.ended = now
         return found
-
-    def end(self, message: int, count: int, total: int, head: bytes, now: float) -> None:
-        """The sender's last word on a message."""
-        if message not in self._closed:
-            found = self.open.get(message)
-            if found is None or found.count != count or found.head != head:
-                found = self.open[message] = Message(message, count, head)
-            found.ended = found.ended or now
 
     def close(self, number: int) -> Message:
         """Give up on what is missing."""

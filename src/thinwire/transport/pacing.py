@@ -1,88 +1,191 @@
 """Pacing: how fast datagrams leave, learned from the receiver's reports.
 
-The rate grows like TCP's and falls when datagrams are lost while a queue stands on the path. Loss without a queue is
-the link's own: going slower would not help, and is not done. The rule is documented in docs/udp.md.
+A window grows and shrinks like that of Linux's TCP (CUBIC, RFC 9438), and leaves evenly over a round trip, at about
+the rate at which datagrams were seen to arrive, and not above the share that the receiver gives. Loss without a
+standing queue is the link's own: going slower would not help, and is not done. The rule is in docs/udp.md.
 """
 
-import time
+from collections import deque
 from dataclasses import dataclass
+
+from thinwire.transport.trial import Trial
 
 # Datagrams that may leave at once, as TCP's first window.
 BURST = 10
-_START = 2.5e6  # bytes a second before anything is known
-_LEAST, _MOST = 1.25e5, 1.25e9
-_FALL = 0.7
-# Delay above the least that was seen lately, from which on a queue stands.
-QUEUE = 0.005
-# So many lost are too many for a link of its own: the path is overrun even if no delay shows it.
-_OVERRUN = 0.4
+# Datagrams of the window: at the start, and at the least.
+_START, _LEAST = 32, 4
+_FIRST_TRIP = 0.005
+_MOST = 1.25e9  # bytes a second
+# CUBIC's own numbers: what is left after congestion, and how steeply the window grows.
+_FALL, _STEEP = 0.7, 0.4
+# What is left where nothing of ours was lost yet.
+_EASE = 0.85
+# Delay above the least that was seen lately, from which on a queue stands: several senders' short bursts make less.
+QUEUE = 0.020
+# The same for a sender that the pacer holds back: then it is no burst, and the link is busy.
+_BUSY = 0.005
+# As near to the longest queue of late as this, its end is reached: others lose datagrams there even if we do not.
+# Below the second it has gone away from there.
+_TOP, _AWAY = 0.85, 0.75
+# More than this is no link's own loss, whatever the delays say: a queue may have been there from the beginning.
+_TOO_MUCH = 0.3
+# Above the rate of arrival, so that a free link is found: while the window doubles, and after.
+_PROBING, _STEADY = 2.0, 1.25
+# Reports whose rates of arrival are remembered, and datagrams that one must be about to show a rate.
+_RATES, _ENOUGH = 32, 8
+# Seconds of its share that a sender may have saved for a burst.
+_SAVED = 0.05
 # Weight of a report in the smoothed loss, for each datagram that it is about.
 _SMOOTH = 1 / 256
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a report says of one message: datagrams sent and lost, the queueing delay and the round trip in seconds."""
+    """What a report says of one message: datagrams and bytes sent, datagrams lost; seconds."""
 
     sent: int
+    size: int
     lost: int
-    queue: float
+    queue: float  # the least queueing delay
+    span: float  # from the first arrival to the last
+    took: float  # from the first departure to the last
     trip: float
-    tried: bool  # whether it left at about the rate, or something else was slower
+    tried: bool  # whether the pacer was what it waited for
+    grant: int = 0  # what the receiver has for this sender, bytes a second; 0: as much as there is
 
 
-class Pacer:
-    """A token bucket whose rate adapts."""
+class Bucket:
+    """A token bucket."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.rate = _START
-        self.loss = 0.0  # smoothed share of datagrams
-        self.trip = 0.0  # smoothed round trip
-        self.falls = 0
-        self._doubling = True
-        self._changed = time.monotonic()
-        self._tokens, self._filled = float(self._depth), time.monotonic()
-
-    @property
-    def _depth(self) -> float:
-        # A timer of a millisecond's resolution must be able to keep a fast link busy.
-        return max(BURST * self._size, 0.002 * self.rate)
+    def __init__(self, rate: float, depth: float, now: float) -> None:
+        self.rate, self.depth = rate, depth
+        self._tokens, self._filled = depth, now
 
     def delay(self, size: int, now: float) -> float:
-        """Seconds until a datagram of this size may leave; 0 if now."""
-        self._tokens = min(self._depth, self._tokens + (now - self._filled) * self.rate)
+        """Seconds until so many bytes may leave; 0 if now."""
+        self._tokens = min(self.depth, self._tokens + (now - self._filled) * self.rate)
         self._filled = now
         return 0.0 if self._tokens >= size else (size - self._tokens) / self.rate
 
     def spend(self, size: int) -> None:
-        """A datagram leaves."""
+        """They leave."""
         self._tokens -= size
+
+
+class Pacer:
+    """Three token buckets: a window in a round trip, evenly as datagrams arrive, and the share that is given."""
+
+    def __init__(self, size: int, now: float) -> None:
+        self._size = size
+        self.window = float(_START)
+        self.loss = 0.0  # smoothed share of datagrams
+        self.trip = 0.0  # smoothed round trip
+        self.falls = 0
+        self.grant = 0
+        self._rates: deque[float] = deque(maxlen=_RATES)
+        self._doubling = True
+        self._before, self._fell = float(_START), now  # the window at the last fall, and when
+        self._longest: deque[float] = deque(maxlen=256)  # queueing delays of late
+        self._topped = False
+        self._trial = Trial()
+        self._even = Bucket(_MOST, BURST * size, now)
+        self._windows = Bucket(self.rate, self.window * size, now)
+        self._shared = Bucket(_MOST, _MOST, now)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second in the long run, the receiver's share aside."""
+        return min(self.window * self._size / max(self.trip or _FIRST_TRIP, 1e-3), self._arriving)
+
+    @property
+    def _arriving(self) -> float:
+        gain = _PROBING if self._doubling else _STEADY
+        return min(gain * max(self._rates), _MOST) if self._rates else _MOST
+
+    def delay(self, size: int, now: float) -> float:
+        """Seconds until a datagram of this size may leave; 0 if now."""
+        return max(bucket.delay(size, now) for bucket in (self._even, self._windows, self._shared))
+
+    def spend(self, size: int) -> None:
+        """A datagram leaves."""
+        for bucket in (self._even, self._windows, self._shared):
+            bucket.spend(size)
 
     def learn(self, seen: Seen, now: float) -> None:
         """Take in a report."""
+        usual = self.loss
         share = seen.lost / seen.sent if seen.sent else 0.0
-        weight = 1.0 - (1.0 - _SMOOTH) ** seen.sent
-        self.loss += weight * (share - self.loss)
+        self.loss += (1.0 - (1.0 - _SMOOTH) ** seen.sent) * (share - self.loss)
         trip = max(seen.trip, 2e-4)
         self.trip = trip if not self.trip else self.trip + (trip - self.trip) / 8
-        crowded = seen.lost > 0 and seen.queue > QUEUE
-        overrun = seen.sent >= BURST and share > max(_OVERRUN, 2 * self.loss)
-        if crowded or overrun:
-            if now - self._changed > self.trip:  # one round trip's losses are one sign
-                self.rate = max(_LEAST, self.rate * _FALL)
-                self._doubling, self._changed = False, now
-                self.falls += 1
+        self.grant = seen.grant
+        arrived = seen.sent - seen.lost
+        if arrived >= _ENOUGH and seen.span > 0.0:
+            self._rates.append(seen.size * (arrived - 1) / seen.sent / seen.span)
+        self._longest.append(seen.queue)
+        if self._trial.running:
+            self._end_trial(seen, now)
+        elif self._crowded(seen) or self._overrun(seen, usual):
+            if now - self._fell > 2 * self.trip:  # one round trip's losses are one sign, and it shows one later
+                self._fall(now, _FALL if seen.lost else _EASE)
+        elif seen.tried and self._trial.due(seen.sent, seen.lost, now):
+            self.window = max(_LEAST, self._trial.begin(self.window, now))
         elif seen.tried:
-            rounds = min((now - self._changed) / self.trip, 4.0)
-            grown = 2 * self.rate if self._doubling else self.rate + rounds * self._size / self.trip
-            if self._doubling and seen.queue > QUEUE:
-                self._doubling, grown = False, self.rate
-            self.rate = min(_MOST, grown, 2 * self.rate)
-            self._changed = now
+            self._grow(seen, now)
+        self._fit(seen.grant)
+
+    def _fit(self, grant: int) -> None:
+        """What was learned becomes rates and depths."""
+        # A timer of a millisecond's resolution must be able to keep a fast link busy.
+        self._even.rate, self._even.depth = self._arriving, max(BURST * self._size, 0.002 * self._arriving)
+        self._windows.rate, self._windows.depth = self.rate, self.window * self._size
+        self._shared.rate = grant or _MOST
+        self._shared.depth = max(BURST * self._size, _SAVED * self._shared.rate)
+
+    def _crowded(self, seen: Seen) -> bool:
+        """A queue stands, and its end was reached."""
+        before, level = self._topped, seen.queue / max(*self._longest, 1e-9)
+        self._topped = level > (_AWAY if before else _TOP)
+        full = seen.lost > 0 or (self._topped and not before)  # it may stay there for a while: that is one sign
+        return (seen.queue > (_BUSY if seen.tried else QUEUE) and full) or self.loss > _TOO_MUCH
+
+    def _overrun(self, seen: Seen, usual: float) -> bool:
+        """Far more was lost than usual and the rest came far apart: a queue too short to show as a delay."""
+        expected = seen.sent * usual
+        excess = seen.lost > expected + 4.0 * (expected * (1.0 - usual)) ** 0.5 + 4.0
+        return excess and seen.span > 1.3 * seen.took
+
+    def _end_trial(self, seen: Seen, now: float) -> None:
+        window = self._trial.learn(seen.sent, seen.lost, self.trip, now)
+        if window is None:
+            return
+        if window <= self.window:
+            self._before, self._fell, self._doubling = self.window, now, False
+            self.falls += 1
+        self.window = max(window, _LEAST)
+
+    def _fall(self, now: float, to: float) -> None:
+        self._before, self._fell, self._doubling = self.window, now, False
+        self.window = max(_LEAST, self.window * to)
+        self.falls += 1
+
+    def _grow(self, seen: Seen, now: float) -> None:
+        """Doubling until a queue is seen; then as CUBIC: fast towards where it fell, slowly around it, and faster."""
+        if self._doubling:
+            if seen.queue <= QUEUE:
+                self.window = min(self.window + seen.sent, 1e6)
+                return
+            self._doubling, self._before, self._fell = False, self.window, now
+        turn = (self._before * (1.0 - _FALL) / _STEEP) ** (1 / 3)
+        since = now - self._fell
+        target = _STEEP * (since + self.trip - turn) ** 3 + self._before
+        # Where round trips are short, CUBIC grows like Reno: about half a datagram per round trip.
+        friendly = self._before * _FALL + 3.0 * (1.0 - _FALL) / (1.0 + _FALL) * since / max(self.trip, 1e-3)
+        self.window = max(self.window, min(max(target, friendly), 1.5 * self.window))
 
     def __str__(self) -> str:
+        shared = f", {self.grant * 8e-6:.1f} mbit/s granted" if self.grant else ""
         return (
-            f"{self.rate * 8e-6:.1f} mbit/s, round trip {self.trip * 1e3:.1f} ms, loss {self.loss:.2%}, "
-            f"{self.falls} times slowed down"
+            f"{self.rate * 8e-6:.1f} mbit/s, {self.window:.0f} datagrams in a round trip of {self.trip * 1e3:.1f} ms, "
+            f"loss {self.loss:.2%}, {self.falls} times slowed down{shared}"
         )

@@ -106,6 +106,10 @@ class TcpListener(Listener):
         outbox.add(frames)
         return True
 
+    def watch(self, descriptor: int, *, on: bool = True) -> None:
+        """Let `poll` return when there is something to read from this file descriptor."""
+        (self._endpoint.watch if on else self._endpoint.unwatch)(descriptor)
+
     def forget(self, peer: Peer) -> None:
         self._outboxes.pop(peer, None)
 
@@ -193,6 +197,10 @@ class TcpConnection(Connection):
         if not self._outbox.has_room(sum(map(len, frames))) or not self._endpoint.send(frames):
             raise TransportError(f"too much is queued for the server at {self._where}, which does not read it")
         self._outbox.add(frames)
+
+    def watch(self, descriptor: int, *, on: bool = True) -> None:
+        """As a listener's."""
+        (self._endpoint.watch if on else self._endpoint.unwatch)(descriptor)
 
     def wake(self) -> None:
         self._endpoint.wake()

@@ -1,0 +1,186 @@
+"""Control: the numbered envelopes of a session, out by two ways and in again by whichever is first.
+
+All of them travel reliably, several together. Where the path loses packets short ones are sent as datagrams first, and
+again until the other side has them: TCP's own way to find out that a packet is missing takes 200 ms and more. What
+is not acknowledged soon goes the reliable way as well.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.transport.base import Buffer
+from thinwire.transport.envelope import EXPRESS, Envelope, Kind, read_end, read_reports
+
+# Numbers that a datagram may be ahead of its turn; what is further ahead waits for its reliable copy.
+AHEAD = 4096
+# Times that an envelope is sent again as a datagram; then its reliable copy is on its way for long enough.
+_AGAIN = 5
+# Records of one reliable batch.
+_BATCH_BYTES = 1 << 14
+
+
+@dataclass
+class _Short:
+    """An envelope that may go as a datagram, until the other side says that it has come."""
+
+    number: int
+    record: bytes
+    sent: float = 0.0
+    times: int = 0
+
+
+class Outgoing:
+    """Envelopes that leave, numbered from 1."""
+
+    def __init__(self, session: int, room: int) -> None:
+        self._session, self._room = session, room  # bytes of records in one datagram
+        self._number = self._acknowledged = 0
+        self._reliable: deque[tuple[Envelope, float]] = deque()  # and since when
+        self._held: dict[int, Envelope] = {}  # stand for messages whose datagrams have not all left yet
+        self._short: deque[_Short] = deque()
+
+    def put(self, kind: Kind, parts: Sequence[Buffer], reports: bytes = b"") -> int:
+        """Queue an envelope; returns its number."""
+        self._number += 1
+        envelope = Envelope(kind, self._session, self._number, parts, reports)
+        self._reliable.append((envelope, time.monotonic()))
+        self._shorten(envelope)
+        return self._number
+
+    def hold(self) -> int:
+        """A number for a message in datagrams: reliable envelopes behind it wait for `release`."""
+        self._number += 1
+        self._held[self._number] = envelope = Envelope(Kind.WORD, self._session, self._number, [])
+        self._reliable.append((envelope, time.monotonic()))
+        return self._number
+
+    def release(self, number: int, word: bytes) -> None:
+        """All datagrams of a message have left: its last word may go."""
+        held = self._held.pop(number, None)
+        if held is not None:
+            envelope = Envelope(Kind.WORD, self._session, number, [word])
+            self._reliable = deque((envelope if each is held else each, since) for each, since in self._reliable)
+            self._shorten(envelope)
+
+    def _shorten(self, envelope: Envelope) -> None:
+        if envelope.size <= EXPRESS and len(record := envelope.as_record()) <= self._room:
+            self._short.append(_Short(envelope.number, record))
+
+    def acknowledge(self, due: int) -> None:
+        """The other side waits for this number: it has all before it."""
+        if self._acknowledged < due <= self._number + 1:
+            self._acknowledged = due
+            self._short = deque(each for each in self._short if each.number >= due)
+            while self._reliable and self._reliable[0][0].number < due:
+                self._reliable.popleft()
+
+    def drain(self, due: int, before: float) -> list[list[Buffer]]:
+        """What goes the reliable way now, of what is there since `before`: short envelopes in batches, others alone.
+
+        `due` is the number that this side waits for.
+        """
+        found: list[list[Buffer]] = []
+        records: list[bytes] = []
+
+        def close() -> None:
+            if records:
+                found.append(Envelope(Kind.BATCH, self._session, due, [b"".join(records)]).as_parts())
+                records.clear()
+
+        if any(envelope.size > EXPRESS for envelope, _ in self._reliable):
+            before = math.inf  # it has no other way, and what is before it must not come after it
+        while self._reliable and self._reliable[0][1] <= before and self._reliable[0][0].number not in self._held:
+            envelope, _ = self._reliable.popleft()
+            if envelope.size <= EXPRESS:
+                records.append(envelope.as_record())
+                if sum(map(len, records)) > _BATCH_BYTES:
+                    close()
+            else:
+                close()
+                found.append(envelope.as_parts())
+        close()
+        return found
+
+    @property
+    def since(self) -> float:
+        """When the oldest envelope was queued that has not gone the reliable way."""
+        return self._reliable[0][1] if self._reliable and self._reliable[0][0].number not in self._held else math.inf
+
+    def express(self, now: float, again: float, *, fresh: int) -> tuple[list[list[bytes]], float]:
+        """Records of datagrams to send now, and the seconds until more are due.
+
+        New ones go `fresh` times, those without an answer once more after `again` seconds, and later each time.
+        """
+        once: list[bytes] = []
+        often: list[bytes] = []
+        pause = 3600.0
+        for each in self._short:
+            if not each.times:
+                often.append(each.record)
+            elif each.times > _AGAIN:
+                continue
+            elif now - each.sent >= again * each.times:
+                once.append(each.record)
+            else:
+                pause = min(pause, each.sent + again * each.times - now)
+                continue
+            each.times, each.sent = each.times + 1, now
+            pause = min(pause, again * each.times)
+        # What is sent again goes along with every copy of what is new.
+        return self._grouped(once + often) * (fresh if often else 1), pause
+
+    def _grouped(self, records: Sequence[bytes]) -> list[list[bytes]]:
+        groups: list[list[bytes]] = []
+        room = 0
+        for record in records:
+            if not groups or len(record) > room:
+                groups.append([])
+                room = self._room
+            groups[-1].append(record)
+            room -= len(record)
+        return groups
+
+    def forget_short(self) -> None:
+        """The path is clean: the reliable way is enough."""
+        self._short.clear()
+
+    def clear(self) -> None:
+        """Let go of messages whose datagrams will not leave any more; what waits behind them may go."""
+        self._reliable = deque(each for each in self._reliable if each[0].number not in self._held)
+        self._held.clear()
+
+
+class Incoming:
+    """Envelopes that come, in the order of their numbers; `due` is the one that is waited for."""
+
+    def __init__(self) -> None:
+        self.due = 1
+        self._early: dict[int, Envelope] = {}
+        self._sure = 0  # the highest number that came reliably: what is missing before it never will
+
+    def arrive(self, envelope: Envelope, *, reliable: bool) -> bool:
+        """Take an envelope in, by either way; False if it is here already or too far ahead."""
+        number = envelope.number
+        if number < self.due or number in self._early or (not reliable and number > self.due + AHEAD):
+            return False
+        read_reports(envelope.reports)  # broken ones are found here, before they are in anybody's way
+        if envelope.kind is Kind.WORD:
+            read_end(envelope.parts[0] if envelope.parts else b"")
+        self._early[number] = envelope
+        if reliable:
+            self._sure = max(self._sure, number)
+        return True
+
+    def current(self) -> Envelope | None:
+        """The envelope in turn, if it is here; what was lost with a connection is passed over."""
+        while self.due < self._sure and self.due not in self._early:
+            self.due += 1
+        return self._early.get(self.due)
+
+    def advance(self) -> None:
+        """The one in turn is done with."""
+        self._early.pop(self.due, None)
+        self.due += 1
