@@ -77,7 +77,7 @@ class Training:
         while step < self.plan.max_steps:
             step += 1
             emit(self._step(step))
-            if self.link is not None and self.rank == 0:
+            if self.link is not None:
                 for found in self.link.diagnoses:
                     emit(found)
                 self.link.diagnoses.clear()
