@@ -30,7 +30,7 @@ class Weather:
         self.world, self.rates = world, rates
         self.step = 0
 
-    def __call__(self, channel: Any) -> Network:
+    def __call__(self, channel: Any, elements: int) -> Network:
         rate = next(r for step, r in sorted(self.rates.items(), reverse=True) if self.step >= step)
         return Network.ideal(self.world, rate, 1e-7)
 
@@ -91,8 +91,7 @@ def alike(flown: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_on_a_fast_network_it_is_dense_and_holds_nothing_back(cluster: Cluster) -> None:
     seen = alike(cluster.run(flight, 3, 3, {0: 1e13}, 20, {}))
-    assert seen["chosen"][0] == "0.01 by gather" and seen["chosen"][-1] == "dense"
-    assert seen["modes"][-1] == 4 and seen["held"] == 0.0
+    assert set(seen["chosen"]) == {"dense"} and set(seen["modes"]) == {4} and seen["held"] == 0.0
     assert seen["steps"] >= 19
     parameters = sum(p.numel() for p in jobs.Net().parameters())
     assert seen["sent"] == 2 * 4 * parameters * 2 // 3
@@ -106,7 +105,7 @@ def test_when_the_network_becomes_slow_it_compresses_and_back(cluster: Cluster) 
     assert "by" in seen["chosen"][45], "a slow network at step 25 must be noticed within 20 steps"
     assert seen["chosen"][-1] == "dense" and seen["held"] == 0.0
     changes = sum(a != b for a, b in zip(seen["chosen"], seen["chosen"][1:], strict=False))
-    assert changes == 3 == len(seen["log"])  # the first decision, there and back; no hunting
+    assert changes == 2 and len(seen["log"]) == 3  # the first decision, there and back; no hunting
 
 
 def test_a_network_with_moods_is_no_reason_to_hunt(cluster: Cluster) -> None:

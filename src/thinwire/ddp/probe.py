@@ -26,19 +26,25 @@ def share(channel: Channel, mine: Sequence[float]) -> list[list[float]]:
     return [m.clone().view(torch.float64).tolist() for m in channel.all_gather(message)]
 
 
-def probe_network(channel: Channel) -> Network:
-    """Call it on all ranks at the same point; the same network comes back everywhere."""
-    gather = _line(channel, lambda size: channel.all_gather(torch.zeros(size, dtype=torch.uint8)))
-    reduce = _line(channel, lambda size: channel.all_reduce(torch.zeros(size // 4, device=channel.device)))
+def probe_network(channel: Channel, elements: int | None = None) -> Network:
+    """Call it on all ranks at the same point; the same network comes back everywhere.
+
+    With the model's `elements` no message is larger than those of a step would be: what is slower than that to
+    measure is of no interest.
+    """
+    frame, vector = (elements // 4, 4 * elements) if elements is not None else (_LARGEST, _LARGEST)
+    gather = _line(channel, lambda size: channel.all_gather(torch.zeros(size, dtype=torch.uint8)), frame)
+    reduce = _line(channel, lambda size: channel.all_reduce(torch.zeros(size // 4, device=channel.device)), vector)
     return Network(channel.world, gather, reduce)
 
 
-def _line(channel: Channel, collective: Callable[[int], object]) -> Line:
+def _line(channel: Channel, collective: Callable[[int], object], largest: int) -> Line:
     _timed(channel, collective, _TINY)  # the first makes connections
     empty = sorted(_timed(channel, collective, _TINY) for _ in range(5))
     size = _FIRST
-    while (took := _best(channel, collective, size)) < 3.0 * empty[0] + _ENOUGH and size < _LARGEST:
-        size *= _GROWTH
+    most = max(_FIRST, min(largest, _LARGEST))
+    while (took := _best(channel, collective, size)) < 3.0 * empty[0] + _ENOUGH and size < most:
+        size = min(size * _GROWTH, most)
     # The best ones tell the slope; a step meets the usual delay, not the shortest.
     return replace(Line.through((_TINY, empty[0]), (size, took)), fixed=empty[2])
 
