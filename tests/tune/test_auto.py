@@ -1,6 +1,7 @@
 """attach(model, "auto") on real processes: all ranks choose alike, change their mind together, and lose nothing."""
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from tests.cluster import Cluster
-from tests.ddp import jobs
+from tests.ddp import jobs, probe
 from thinwire.ddp import pilot as module
 from thinwire.lab import Lab
 from thinwire.lab.testing import require_lab
+from thinwire.tune.auto import Policy
+from thinwire.tune.forecast import DENSE, Setting
 from thinwire.tune.network import Network
 
 
@@ -112,6 +115,50 @@ def test_a_network_with_moods_is_no_reason_to_hunt(cluster: Cluster) -> None:
     rates = {step: 2e6 * (1.0 + 0.3 * (step // 10 % 2)) for step in range(0, 90, 10)}
     seen = alike(cluster.run(flight, 2, 2, rates, 90, {s: 0.05 * (1 + s // 10 % 2) for s in range(0, 90, 10)}))
     assert len(set(seen["chosen"][10:])) == 1 and len(seen["log"]) == 1
+
+
+def tiered(rank: int, rates: dict[int, float], steps: int) -> tuple[list[str], probe.Account, list[int]]:
+    """Four ranks on two machines, with a model whose gradients are known; nothing of them may be lost."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    weather, real, again = Weather(4, rates), module.Pilot.probe, module.AGAIN
+    module.Pilot.probe, module.AGAIN = weather, 1  # type: ignore[assignment]
+    try:
+        model, account = probe.make(), probe.Account()
+        link = tw.attach(model, "auto")
+        # Machines are asked of loopback, which may be slow on a busy machine: nothing else is to be better.
+        everything = Policy(alpha=0.0, margin=0.0, settings=(DENSE, Setting("0.01", "gather", density=0.01)))
+        piloted(model)._policy = everything
+        chosen = []
+        for step in range(steps):
+            weather.step = step
+            model.zero_grad()
+            probe.plain(model, rank, step, account)
+            assert account.apply(model)
+            chosen.append(str(piloted(model).setting))
+        weight = link.exchange.weight()
+        account.close(link)
+        link.detach()
+    finally:
+        module.Pilot.probe, module.AGAIN = staticmethod(real), again
+    return chosen, account, [weight]
+
+
+def test_machines_of_several_ranks_exchange_as_one(cluster: Cluster) -> None:
+    flown = cluster.run(tiered, 4, {0: 1e3, 20: 1e13}, 48)
+    chosen = flown[0][0]
+    assert all(other[0] == chosen for other in flown)
+    assert chosen[0] == "0.01 by gather" and "by hierarchical" in chosen[18] and chosen[-1] == "dense"
+    accounts = [account for _, account, _ in flown]
+    assert probe.missing(accounts) < 1e-3 and sum(float(a.held["d"].abs().sum()) for a in accounts) == 0.0
+
+
+def test_what_machines_hold_back_is_not_lost_before_they_go_apart(cluster: Cluster) -> None:
+    flown = cluster.run(tiered, 4, {0: 1e3}, 16)
+    assert "by hierarchical" in flown[0][0][-1] and [weight for _, _, (weight,) in flown] == [2, 0, 2, 0]
+    accounts = [account for _, account, _ in flown]
+    for account, (_, _, (weight,)) in zip(accounts, flown, strict=True):
+        account.held = {name: weight * held for name, held in account.held.items()}
+    assert probe.missing(accounts) < 1e-3 and float(accounts[0].held["d"].abs().sum()) > 0.0
 
 
 def alone(rank: int) -> list[Any]:

@@ -1,10 +1,23 @@
 """Forecasts and decisions: arithmetic that every rank repeats, so that it must be right and steady."""
 
+from dataclasses import replace
+
 import pytest
 
 from thinwire.tune.auto import Policy, Watch, decide
-from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Setting, Workload, at_density, forecast, frame_bytes, sent
-from thinwire.tune.network import Line, Network
+from thinwire.tune.forecast import (
+    DENSE,
+    FP16,
+    HIERARCHICAL,
+    SETTINGS,
+    Setting,
+    Workload,
+    at_density,
+    forecast,
+    frame_bytes,
+    sent,
+)
+from thinwire.tune.network import Line, Network, Tiers
 
 # The convnet of SparsifyGradients on a slow core: 7 MB of gradients, 40 ms of computing.
 WORK = Workload(
@@ -48,7 +61,9 @@ def test_frames_are_as_large_as_the_codec_makes_them() -> None:
     for density in (0.1, 0.01, 0.001):
         frame = tw.Codec(tw.TopK(density, exact=True)).encode({"w": torch.randn(300_000)})
         assert frame_bytes(Setting("x", density=density), 300_000) == pytest.approx(len(frame), rel=0.08, abs=80)
-    scattered, gathered = (sent(Setting("x", e, density=0.01), WORK, 64) for e in ("scatter-reduce", "gather"))
+    scattered, gathered = (
+        sent(Setting("x", e, density=0.01), WORK, Network.ideal(64, 1e9, 0.0)) for e in ("scatter-reduce", "gather")
+    )
     assert scattered < gathered / 10
 
 
@@ -67,6 +82,21 @@ def test_thin_wires_are_compressed_for_and_fast_ones_are_not(rate: float, expect
 
 def test_many_workers_scatter() -> None:
     assert decide(WORK, Network.ideal(256, 1e8, 1e-5)).setting.exchange == "scatter-reduce"
+
+
+def test_machines_with_several_ranks_add_up_before_they_send() -> None:
+    thin = Network.ideal(16, 2e8, 1e-4)
+    assert decide(WORK, thin).setting.exchange != HIERARCHICAL
+    # Eight ranks to a machine: one link for two frames where there were eight times fourteen.
+    tiers = Tiers(8, Line(1e-4, 1e-10), Line(1e-4, 8 / 2e8))
+    chosen = decide(WORK, replace(thin, tiers=tiers))
+    assert chosen.setting.exchange == HIERARCHICAL and "by hierarchical" in chosen.why()
+    expected, times = chosen.expected, WORK.times(chosen.setting)
+    assert expected.sent == pytest.approx(times.frame / 8)
+    slow_inside = replace(tiers, inside=Line(1e-4, 1e-7))
+    assert decide(WORK, replace(thin, tiers=slow_inside)).setting.exchange != HIERARCHICAL
+    with pytest.raises(ValueError, match="hierarchical"):
+        forecast(chosen.setting, WORK, thin)
 
 
 def test_what_carries_too_little_is_not_chosen() -> None:

@@ -9,7 +9,7 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,13 +20,15 @@ from thinwire.codec.frame import FrameReader
 from thinwire.codec.selection import TopK
 from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
 from thinwire.ddp.link import Link
+from thinwire.ddp.machines import Machines
 from thinwire.ddp.probe import probe_network, share
 from thinwire.exchange.agree import gather_json
 from thinwire.exchange.base import Groups
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import NAMES
+from thinwire.exchange.hierarchical import Hierarchical
 from thinwire.tune.auto import Decision, Policy, Watch, decide
-from thinwire.tune.forecast import DENSE, DENSITIES, Setting, Workload
+from thinwire.tune.forecast import DENSE, DENSITIES, HIERARCHICAL, Setting, Workload
 from thinwire.tune.law import Law
 from thinwire.tune.network import Network
 
@@ -70,6 +72,7 @@ class Pilot:
         self._policy = policy if policy is not None else Policy()
         self._watch = Watch()
         self._count, self._looks = 0, 0
+        self._machines: Machines | None = None
         self._first: Network | None = None  # as probed before the first step, until the first decision
         self._now: _Step | None = None
         self._waits: list[float] = []
@@ -134,7 +137,8 @@ class Pilot:
 
     def _take_off(self) -> None:
         """Where dense is quick nothing else is tried first: entries that wait would cost steps."""
-        self._first = self.probe(self._channel, sum(self._sizes.values()))
+        self._machines = Machines.found(self._channel, self._groups)
+        self._first = self._probed()
         if self._first.reduce(4.0 * sum(self._sizes.values())) < QUICK:
             self._change(DENSE)
 
@@ -150,8 +154,10 @@ class Pilot:
             self._waits.append(step.wait)
             self._periods.append(now - step.began)
             if not self.width and self.setting.compressed:
-                last = self._link.last_step
-                self._codec.append((last.compress, last.decode / max(self._channel.world, 1)))
+                last, frames = self._link.last_step, self._channel.world
+                if self._machines is not None and self.setting.exchange == HIERARCHICAL:
+                    frames //= self._machines.size
+                self._codec.append((last.compress, last.decode / max(frames, 1)))
 
     def _look(self) -> None:
         """Compare the waiting times of all ranks, and decide if there is a reason to."""
@@ -165,8 +171,13 @@ class Pilot:
         self._waits.clear()
         self._periods.clear()
 
+    def _probed(self) -> Network:
+        elements = sum(self._sizes.values())
+        network = self.probe(self._channel, elements)
+        return network if self._machines is None else replace(network, tiers=self._machines.probe(elements))
+
     def _decide(self, compute: float) -> None:
-        network = self._first if self._first is not None else self.probe(self._channel, sum(self._sizes.values()))
+        network = self._first if self._first is not None else self._probed()
         self._first = None
         work = self._workload(compute)
         decision = decide(work, network, self.setting if self.decisions else None, self._policy)
@@ -187,7 +198,8 @@ class Pilot:
         mine = [*codec, _copy_seconds(sum(step.buckets)), *self._squares]
         everybody = gather_json(self._channel, {"mine": mine, "buckets": step.buckets, "ready": ready})
         columns = list(zip(*(row["mine"] for row in everybody), strict=True))
-        encode, decode, copy = (statistics.median(column) for column in columns[:3])
+        # In a hierarchical exchange only the machines' first ranks know what a codec takes.
+        encode, decode, copy = (statistics.median([v for v in c if v > 0.0] or [0.0]) for c in columns[:3])
         *carried, everything = (sum(column) for column in columns[3:])
         if everything > 0.0:
             self._alpha = {d: c / everything for d, c in zip(DENSITIES, carried, strict=True)}
@@ -202,9 +214,16 @@ class Pilot:
         )
 
     def _change(self, setting: Setting) -> None:
+        before, tiered = self.setting.exchange == HIERARCHICAL, setting.exchange == HIERARCHICAL
+        if self._machines is not None and before != tiered:
+            if tiered:
+                self._machines.to_first(self._link.codec, self._sizes)
+            else:
+                self._machines.from_first(self._link.codec)
         self.setting, self.width = setting, 0
         self._link.codec.selection = TopK(setting.density if setting.compressed else FIRST.density)
-        exchange = NAMES[setting.exchange]()
+        per_machine = self._machines.size if self._machines is not None else 1
+        exchange = Hierarchical(per_machine=per_machine) if tiered else NAMES[setting.exchange]()
         exchange.setup(self._channel, self._link.codec, self._sizes, self._groups)
         self._link.exchange = exchange
 

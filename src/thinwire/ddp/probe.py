@@ -33,12 +33,20 @@ def probe_network(channel: Channel, elements: int | None = None) -> Network:
     measure is of no interest.
     """
     frame, vector = (elements // 4, 4 * elements) if elements is not None else (_LARGEST, _LARGEST)
-    gather = _line(channel, lambda size: channel.all_gather(torch.zeros(size, dtype=torch.uint8)), frame)
-    reduce = _line(channel, lambda size: channel.all_reduce(torch.zeros(size // 4, device=channel.device)), vector)
-    return Network(channel.world, gather, reduce)
+
+    def reduced(size: int) -> None:
+        channel.all_reduce(torch.zeros(size // 4, device=channel.device))
+
+    return Network(channel.world, gather_line(channel, frame), measured_line(channel, reduced, vector))
 
 
-def _line(channel: Channel, collective: Callable[[int], object], largest: int) -> Line:
+def gather_line(channel: Channel, largest: int) -> Line:
+    """All-gathers between the ranks of a channel."""
+    return measured_line(channel, lambda size: channel.all_gather(torch.zeros(size, dtype=torch.uint8)), largest)
+
+
+def measured_line(channel: Channel, collective: Callable[[int], object], largest: int) -> Line:
+    """What a collective takes by its bytes, up to about the largest that matters."""
     _timed(channel, collective, _TINY)  # the first makes connections
     empty = sorted(_timed(channel, collective, _TINY) for _ in range(5))
     size = _FIRST

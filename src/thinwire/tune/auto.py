@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.tune.forecast import DENSE, SETTINGS, Forecast, Setting, Workload, forecast
+from thinwire.tune.forecast import DENSE, SETTINGS, TIERED, Forecast, Setting, Workload, forecast
 from thinwire.tune.network import Network
 
 
@@ -48,7 +48,8 @@ class Decision:
 def decide(work: Workload, network: Network, present: Setting | None = None, policy: Policy | None = None) -> Decision:
     """The cheapest setting that carries enough; the present one stays unless another is clearly cheaper."""
     policy = policy if policy is not None else Policy()
-    forecasts = tuple(forecast(setting, work, network) for setting in policy.settings)
+    settings = policy.settings + (TIERED if network.tiers is not None else ())
+    forecasts = tuple(forecast(setting, work, network) for setting in settings)
     allowed = [f for f in forecasts if f.alpha >= policy.alpha]
     dense = next(f for f in forecasts if f.setting == DENSE)
     best = min(allowed, key=lambda f: f.seconds, default=dense)
