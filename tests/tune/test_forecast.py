@@ -10,6 +10,7 @@ from thinwire.tune.forecast import (
     FP16,
     HIERARCHICAL,
     SETTINGS,
+    Forecast,
     Setting,
     Workload,
     at_density,
@@ -104,6 +105,15 @@ def test_what_carries_too_little_is_not_chosen() -> None:
     assert decide(WORK, slow).setting.density == 0.01
     assert decide(WORK, slow, policy=Policy(alpha=0.01)).setting.density == 0.001
     assert decide(WORK, slow, policy=Policy(alpha=0.9)).setting == FP16
+
+
+def test_a_little_time_is_not_worth_many_steps() -> None:
+    policy = Policy()
+    some, few = (
+        Forecast(Setting("x", "gather", density=d), s, 0.0, a) for d, s, a in ((0.01, 0.1, 0.12), (0.001, 0.09, 0.06))
+    )
+    assert policy.cost(some) < policy.cost(few) and policy.cost(Forecast(DENSE, 0.1, 0.0, 1.0)) == 0.1
+    assert policy.cost(replace(few, seconds=0.05)) < policy.cost(some)
 
 
 def test_a_small_gain_is_no_reason_to_change() -> None:

@@ -49,18 +49,14 @@ def measured_line(channel: Channel, collective: Callable[[int], object], largest
     """What a collective takes by its bytes, up to about the largest that matters."""
     _timed(channel, collective, _TINY)  # the first makes connections
     empty = sorted(_timed(channel, collective, _TINY) for _ in range(5))
-    size = _FIRST
-    most = max(_FIRST, min(largest, _LARGEST))
-    while (took := _best(channel, collective, size)) < 3.0 * empty[0] + _ENOUGH and size < most:
+    size, most = _FIRST, max(_FIRST, min(largest, _LARGEST))
+    while (took := _timed(channel, collective, size)) < 3.0 * empty[0] + _ENOUGH and size < most:
         size = min(size * _GROWTH, most)
+    # Noise only ever adds: the better of two, and of three where that is cheap.
+    for _ in range(2 if took < 2 * _ENOUGH else 1):
+        took = min(took, _timed(channel, collective, size))
     # The best ones tell the slope; a step meets the usual delay, not the shortest.
     return replace(Line.through((_TINY, empty[0]), (size, took)), fixed=empty[2])
-
-
-def _best(channel: Channel, collective: Callable[[int], object], size: int) -> float:
-    """Noise only ever adds: the better of two, and of three where that is cheap."""
-    took = min(_timed(channel, collective, size) for _ in range(2))
-    return min(took, _timed(channel, collective, size)) if took < 2 * _ENOUGH else took
 
 
 def _timed(channel: Channel, collective: Callable[[int], object], size: int) -> float:

@@ -6,7 +6,7 @@ const variable = (name) => (name === "none" ? "--m0" : `--m${1 + (all.indexOf(na
 const label = (name) => (name === "none" ? "no exchange" : name);
 const milliseconds = { type: "log", tickvals: [0.1, 1, 10, 1e2, 1e3, 1e4, 1e5, 1e6], ticktext: ["0.1 ms", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s", "1000 s"] };
 const counts = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096];
-const overWorkers = (shown) => axis("workers", { type: "log", tickvals: counts.filter((n) => n <= shown.at(-1)), ticktext: counts.map((n) => n.toLocaleString("en")), tickangle: 0, showgrid: false });
+const overWorkers = (shown) => axis("workers", { type: "log", range: [Math.log10(shown[0]) - 0.02, Math.log10(shown.at(-1)) + 0.02], tickvals: counts.filter((n) => n <= shown.at(-1)), ticktext: counts.map((n) => n.toLocaleString("en")), tickangle: 0, showgrid: false });
 
 function lines(id, key, unit, yaxis) {
   const traces = exchanges.map((name) => ({
@@ -18,13 +18,14 @@ function lines(id, key, unit, yaxis) {
 
 function labFigures() {
   const place = document.getElementById("lab-figures");
+  // All are there before one is drawn: each must know its width.
+  for (const one of data.lab.slice(place.children.length)) {
+    const figure = document.createElement("figure");
+    figure.append(Object.assign(document.createElement("figcaption"), { textContent: one.rate }), Object.assign(document.createElement("div"), { className: "plot" }));
+    place.append(figure);
+  }
   for (const [index, one] of data.lab.entries()) {
-    let figure = place.children[index];
-    if (!figure) {
-      figure = document.createElement("figure");
-      figure.append(Object.assign(document.createElement("figcaption"), { textContent: one.rate }), Object.assign(document.createElement("div"), { className: "plot" }));
-      place.append(figure);
-    }
+    const figure = place.children[index];
     const traces = Object.entries(one.curves).map(([name, ms]) => ({
       x: one.workers, y: ms, type: "scatter", mode: "lines", line: { color: colour(variable(name)), width: 1.8 }, hoverinfo: "skip",
     }));
