@@ -110,7 +110,7 @@ def test_what_carries_too_little_is_not_chosen() -> None:
 def test_a_little_time_is_not_worth_many_steps() -> None:
     policy = Policy()
     some, few = (
-        Forecast(Setting("x", "gather", density=d), s, 0.0, a) for d, s, a in ((0.01, 0.1, 0.12), (0.001, 0.09, 0.06))
+        Forecast(Setting("x", "gather", density=d), s, 0.0, a) for d, s, a in ((0.01, 0.1, 0.12), (0.001, 0.097, 0.06))
     )
     assert policy.cost(some) < policy.cost(few) and policy.cost(Forecast(DENSE, 0.1, 0.0, 1.0)) == 0.1
     assert policy.cost(replace(few, seconds=0.05)) < policy.cost(some)
