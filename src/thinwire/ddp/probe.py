@@ -48,7 +48,7 @@ def gather_line(channel: Channel, largest: int) -> Line:
 def measured_line(channel: Channel, collective: Callable[[int], object], largest: int) -> Line:
     """What a collective takes by its bytes, up to about the largest that matters."""
     _timed(channel, collective, _TINY)  # the first makes connections
-    empty = sorted(_timed(channel, collective, _TINY) for _ in range(5))
+    empty = sorted(_timed(channel, collective, _TINY) for _ in range(3))
     size, most = _FIRST, max(_FIRST, min(largest, _LARGEST))
     while (took := _timed(channel, collective, size)) < 3.0 * empty[0] + _ENOUGH and size < most:
         size = min(size * _GROWTH, most)
@@ -56,12 +56,11 @@ def measured_line(channel: Channel, collective: Callable[[int], object], largest
     for _ in range(2 if took < 2 * _ENOUGH else 1):
         took = min(took, _timed(channel, collective, size))
     # The best ones tell the slope; a step meets the usual delay, not the shortest.
-    return replace(Line.through((_TINY, empty[0]), (size, took)), fixed=empty[2])
+    return replace(Line.through((_TINY, empty[0]), (size, took)), fixed=empty[1])
 
 
 def _timed(channel: Channel, collective: Callable[[int], object], size: int) -> float:
-    """Seconds until the slowest rank has its result, all having begun together."""
-    share(channel, [0.0])
+    """Seconds until the slowest rank has its result; all begin together, having just told each other of the last."""
     began = time.perf_counter()
     collective(size)
     return max(took for (took,) in share(channel, [time.perf_counter() - began]))
