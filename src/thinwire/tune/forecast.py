@@ -32,6 +32,8 @@ class Setting:
 
 # Elements below which a link lets a bucket wait for the next (ddp/link.py).
 SMALL = 1 << 19
+# What encoding takes for an entry that travels, in elements that are only looked at.
+_ENTRY = 17.0
 # What headers and spare room add when a frame is cut into one part for every rank.
 _SCATTERED = 1.2
 
@@ -77,8 +79,8 @@ class Workload:
         """What a codec takes: as measured, or from what 1 % takes."""
         if self.codecs is not None and setting.name in self.codecs:
             return self.codecs[setting.name]
-        # Encoding reads every element and writes the chosen ones, at 17 times the time each; decoding knows only these.
-        encode = self.encode * (1.0 + 17.0 * setting.density) / 1.17
+        # Encoding reads every element and writes the chosen ones; decoding knows only these.
+        encode = self.encode * (1.0 + _ENTRY * setting.density) / (1.0 + 0.01 * _ENTRY)
         return CodecTimes(encode, self.decode * setting.density / 0.01, frame_bytes(setting, self.elements))
 
     def together(self) -> "Workload":
@@ -143,8 +145,10 @@ def _exchange(setting: Setting, work: Workload, network: Network, elements: int)
         return within + share * (times.encode + machines * times.decode) + tiers.between(share * times.frame)
     if setting.exchange == "gather":
         return share * (times.encode + network.world * times.decode) + network.gather(share * times.frame)
-    # Two selections; of every entry one rank reads all, and everybody the result.
-    return share * 2.0 * (times.encode + times.decode) + network.scatter(_SCATTERED * share * times.frame)
+    # Two selections, the second of a share of the entries; of every entry one rank reads all, and everybody the result.
+    entries = _ENTRY * setting.density
+    second = times.encode * (1.0 + entries / network.world) / (1.0 + entries)
+    return share * (times.encode + second + 2.0 * times.decode) + network.scatter(_SCATTERED * share * times.frame)
 
 
 def _tiers(network: Network) -> Tiers:
