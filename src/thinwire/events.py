@@ -102,6 +102,29 @@ class Histogram:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """How far a step's compressed mean was from what training would do without compression (docs/convergence.md)."""
+
+    event: ClassVar[str] = "diagnosis"
+    step: int
+    delta: float  # ||sent||^2 / ||accumulated||^2
+    xi: float  # ||selection of the mean - what was applied|| / ||dense mean||
+    residual_ratio: float  # ||held back|| / ||gradient||
+    cosine: float  # of what was applied and the dense mean
+    age: float = math.nan  # steps that entries now held back have waited, on average
+    age_oldest: int = 0
+    waited: float = math.nan  # steps that entries waited which travelled since the last diagnosis, on average
+
+    def text(self) -> str:
+        """All figures in one line."""
+        ages = f"age {self.age:.1f} steps (oldest {self.age_oldest}), waited {self.waited:.1f}"
+        return (
+            f"delta {self.delta:.3g}, xi {self.xi:.3g}, residual/gradient {self.residual_ratio:.3g}, "
+            f"cosine {self.cosine:.3g}" + (f", {ages}" if math.isfinite(self.age) else "")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resume:
     """The run went on from a checkpoint after `step`: later records before this one are void."""
 
@@ -121,8 +144,8 @@ class End:
     bytes_received: int
 
 
-Event = Run | Step | Eval | Histogram | Resume | End
-_KINDS: dict[str, type[Event]] = {kind.event: kind for kind in (Run, Step, Eval, Histogram, Resume, End)}
+Event = Run | Step | Eval | Histogram | Diagnosis | Resume | End
+_KINDS: dict[str, type[Event]] = {kind.event: kind for kind in (Run, Step, Eval, Histogram, Diagnosis, Resume, End)}
 
 
 @dataclass
@@ -133,6 +156,7 @@ class RunLog:
     steps: list[Step] = field(default_factory=list)
     evals: list[Eval] = field(default_factory=list)
     histograms: list[Histogram] = field(default_factory=list)
+    diagnoses: list[Diagnosis] = field(default_factory=list)
     end: End | None = None
     path: Path | None = None
 
@@ -144,6 +168,8 @@ class RunLog:
             self.evals.append(event)
         elif isinstance(event, Histogram):
             self.histograms.append(event)
+        elif isinstance(event, Diagnosis):
+            self.diagnoses.append(event)
         elif isinstance(event, End):
             self.end = event
         elif isinstance(event, Resume):
@@ -151,6 +177,7 @@ class RunLog:
             self.steps = [e for e in self.steps if e.step <= event.step]
             self.evals = [e for e in self.evals if e.step <= event.step]
             self.histograms = [e for e in self.histograms if e.step <= event.step]
+            self.diagnoses = [e for e in self.diagnoses if e.step <= event.step]
 
     def totals(self, reason: str) -> End:
         """The end record that these steps amount to."""

@@ -6,7 +6,7 @@ TensorBoard is an extra; without it one sentence says how to get it.
 from pathlib import Path
 
 from thinwire.errors import LogError
-from thinwire.events import PHASES, Eval, Event, Step
+from thinwire.events import PHASES, Diagnosis, Eval, Event, Step
 
 
 class TensorBoardMirror:
@@ -32,6 +32,9 @@ class TensorBoardMirror:
             scalars |= {"loss": event.loss, "density": event.density, "residual_norm": event.residual_norm}
         elif isinstance(event, Eval):
             step, scalars = event.step, {f"{event.metric}/{event.split}": event.value}
+        elif isinstance(event, Diagnosis):
+            step = event.step
+            scalars = {f"diagnosis/{name}": float(value) for name, value in vars(event).items() if name != "step"}
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 

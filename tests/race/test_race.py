@@ -92,6 +92,7 @@ def as_rank(rank: int, cwd: Path, words: list[str]) -> None:
 
 def test_methods_see_the_same_data_and_a_resumed_training_is_the_same(tmp_path: Path) -> None:
     base = ["train", "digits", "--workers", "2", "--compress", "0.02", "--evaluate-every", "4", "--batch", "4"]
+    base += ["--diagnose", "3"]
     part = [*base, "--checkpoint", "saved", "--events", "part.jsonl"]
     # Two of the three by ranks that have torch already; the last as a user does it.
     printed(as_rank, 2, tmp_path, [*base, "--max-steps", "8", "--events", "whole.jsonl"])
@@ -101,6 +102,8 @@ def test_methods_see_the_same_data_and_a_resumed_training_is_the_same(tmp_path: 
     assert [s.loss for s in whole.steps] == [s.loss for s in parts.steps]
     assert len(whole.steps) == 8
     assert whole.evals[-1].value == parts.evals[-1].value
+    assert [d.step for d in whole.diagnoses] == [d.step for d in parts.diagnoses] == [3, 6]
+    assert [d.delta for d in whole.diagnoses] == [d.delta for d in parts.diagnoses]
 
 
 def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
@@ -122,6 +125,7 @@ def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
         (["race", "--hosts", "1"], "hosts"),
         (["race", "--hosts", "2000"], "workers"),
         (["train", "digits", "--resume"], "--checkpoint"),
+        (["train", "digits", "--compress", "fp16", "--diagnose", "5"], "--diagnose looks at a link"),
         (["train", "cifar10", "--data", "nowhere"], "nowhere"),
         (["train", "digits", "--workers", "2", "--checkpoint", "/proc/none", "--max-steps", "1"], "/proc/none"),
     ],

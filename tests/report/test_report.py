@@ -11,7 +11,7 @@ from tests.report.browser import render
 from tests.report.training import Training
 from thinwire.cli import run
 from thinwire.errors import LogError
-from thinwire.events import Eval, Run, RunLog, Step
+from thinwire.events import Diagnosis, Eval, Run, RunLog, Step
 from thinwire.report.page import megabytes, write_report
 from thinwire.report.summary import headline, show_metric, summarise
 
@@ -143,12 +143,17 @@ def test_nothing_is_loaded_from_elsewhere(logs: list[RunLog], tmp_path: Path) ->
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
     evil = "</script><script>document.title='broken'</script>"
     log = made_up(evil, hit=3, ms=10, sent=40)
+    for step in (5, 10):
+        log.add(Diagnosis(step=step, delta=0.5, xi=1.0, residual_ratio=2.0, cosine=0.5, waited=3.0))
     page = tmp_path / "page.html"
     write_report([log], page, title=evil, verdict=evil, table=[{"Method": evil, "a<b": "&"}])
     rendered = render(page)
     assert rendered.console == []
     assert "<title>broken" not in rendered.dom
     assert "a&lt;b" in rendered.dom
+    section = rendered.dom.partition('id="diagnosed"')[2].partition("</section>")[0]
+    assert len(re.findall(r'class="trace scatter trace\w+"', section)) == 6  # an age that is not known gives no line
+    assert len(re.findall(r'class="js-line"', section)) == 5
 
 
 def test_a_log_without_steps_still_gives_a_page(tmp_path: Path) -> None:

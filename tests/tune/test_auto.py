@@ -1,6 +1,7 @@
 """attach(model, "auto") on real processes: all ranks choose alike, change their mind together, and lose nothing."""
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from tests.cluster import Cluster
-from tests.ddp import jobs
+from tests.ddp import jobs, probe
 from thinwire.ddp import pilot as module
 from thinwire.lab import Lab
 from thinwire.lab.testing import require_lab
+from thinwire.tune.auto import Policy
+from thinwire.tune.forecast import DENSE, Setting
 from thinwire.tune.network import Network
 
 
@@ -30,7 +33,7 @@ class Weather:
         self.world, self.rates = world, rates
         self.step = 0
 
-    def __call__(self, channel: Any) -> Network:
+    def __call__(self, channel: Any, elements: int) -> Network:
         rate = next(r for step, r in sorted(self.rates.items(), reverse=True) if self.step >= step)
         return Network.ideal(self.world, rate, 1e-7)
 
@@ -91,8 +94,7 @@ def alike(flown: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_on_a_fast_network_it_is_dense_and_holds_nothing_back(cluster: Cluster) -> None:
     seen = alike(cluster.run(flight, 3, 3, {0: 1e13}, 20, {}))
-    assert seen["chosen"][0] == "0.01 by gather" and seen["chosen"][-1] == "dense"
-    assert seen["modes"][-1] == 4 and seen["held"] == 0.0
+    assert set(seen["chosen"]) == {"dense"} and set(seen["modes"]) == {4} and seen["held"] == 0.0
     assert seen["steps"] >= 19
     parameters = sum(p.numel() for p in jobs.Net().parameters())
     assert seen["sent"] == 2 * 4 * parameters * 2 // 3
@@ -106,13 +108,57 @@ def test_when_the_network_becomes_slow_it_compresses_and_back(cluster: Cluster) 
     assert "by" in seen["chosen"][45], "a slow network at step 25 must be noticed within 20 steps"
     assert seen["chosen"][-1] == "dense" and seen["held"] == 0.0
     changes = sum(a != b for a, b in zip(seen["chosen"], seen["chosen"][1:], strict=False))
-    assert changes == 3 == len(seen["log"])  # the first decision, there and back; no hunting
+    assert changes == 2 and len(seen["log"]) == 3  # the first decision, there and back; no hunting
 
 
 def test_a_network_with_moods_is_no_reason_to_hunt(cluster: Cluster) -> None:
     rates = {step: 2e6 * (1.0 + 0.3 * (step // 10 % 2)) for step in range(0, 90, 10)}
     seen = alike(cluster.run(flight, 2, 2, rates, 90, {s: 0.05 * (1 + s // 10 % 2) for s in range(0, 90, 10)}))
     assert len(set(seen["chosen"][10:])) == 1 and len(seen["log"]) == 1
+
+
+def tiered(rank: int, rates: dict[int, float], steps: int) -> tuple[list[str], probe.Account, list[int]]:
+    """Four ranks on two machines, with a model whose gradients are known; nothing of them may be lost."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    weather, real, again = Weather(4, rates), module.Pilot.probe, module.AGAIN
+    module.Pilot.probe, module.AGAIN = weather, 1  # type: ignore[assignment]
+    try:
+        model, account = probe.make(), probe.Account()
+        link = tw.attach(model, "auto")
+        # Machines are asked of loopback, which may be slow on a busy machine: nothing else is to be better.
+        everything = Policy(alpha=0.0, margin=0.0, settings=(DENSE, Setting("0.01", "gather", density=0.01)))
+        piloted(model)._policy = everything
+        chosen = []
+        for step in range(steps):
+            weather.step = step
+            model.zero_grad()
+            probe.plain(model, rank, step, account)
+            assert account.apply(model)
+            chosen.append(str(piloted(model).setting))
+        weight = link.exchange.weight()
+        account.close(link)
+        link.detach()
+    finally:
+        module.Pilot.probe, module.AGAIN = staticmethod(real), again
+    return chosen, account, [weight]
+
+
+def test_machines_of_several_ranks_exchange_as_one(cluster: Cluster) -> None:
+    flown = cluster.run(tiered, 4, {0: 1e3, 20: 1e13}, 48)
+    chosen = flown[0][0]
+    assert all(other[0] == chosen for other in flown)
+    assert chosen[0] == "0.01 by gather" and "by hierarchical" in chosen[18] and chosen[-1] == "dense"
+    accounts = [account for _, account, _ in flown]
+    assert probe.missing(accounts) < 1e-3 and sum(float(a.held["d"].abs().sum()) for a in accounts) == 0.0
+
+
+def test_what_machines_hold_back_is_not_lost_before_they_go_apart(cluster: Cluster) -> None:
+    flown = cluster.run(tiered, 4, {0: 1e3}, 16)
+    assert "by hierarchical" in flown[0][0][-1] and [weight for _, _, (weight,) in flown] == [2, 0, 2, 0]
+    accounts = [account for _, account, _ in flown]
+    for account, (_, _, (weight,)) in zip(accounts, flown, strict=True):
+        account.held = {name: weight * held for name, held in account.held.items()}
+    assert probe.missing(accounts) < 1e-3 and float(accounts[0].held["d"].abs().sum()) > 0.0
 
 
 def alone(rank: int) -> list[Any]:

@@ -1,10 +1,24 @@
 """Forecasts and decisions: arithmetic that every rank repeats, so that it must be right and steady."""
 
+from dataclasses import replace
+
 import pytest
 
 from thinwire.tune.auto import Policy, Watch, decide
-from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Setting, Workload, at_density, forecast, frame_bytes, sent
-from thinwire.tune.network import Line, Network
+from thinwire.tune.forecast import (
+    DENSE,
+    FP16,
+    HIERARCHICAL,
+    SETTINGS,
+    Forecast,
+    Setting,
+    Workload,
+    at_density,
+    forecast,
+    frame_bytes,
+    sent,
+)
+from thinwire.tune.network import Line, Network, Tiers
 
 # The convnet of SparsifyGradients on a slow core: 7 MB of gradients, 40 ms of computing.
 WORK = Workload(
@@ -48,7 +62,9 @@ def test_frames_are_as_large_as_the_codec_makes_them() -> None:
     for density in (0.1, 0.01, 0.001):
         frame = tw.Codec(tw.TopK(density, exact=True)).encode({"w": torch.randn(300_000)})
         assert frame_bytes(Setting("x", density=density), 300_000) == pytest.approx(len(frame), rel=0.08, abs=80)
-    scattered, gathered = (sent(Setting("x", e, density=0.01), WORK, 64) for e in ("scatter-reduce", "gather"))
+    scattered, gathered = (
+        sent(Setting("x", e, density=0.01), WORK, Network.ideal(64, 1e9, 0.0)) for e in ("scatter-reduce", "gather")
+    )
     assert scattered < gathered / 10
 
 
@@ -69,11 +85,35 @@ def test_many_workers_scatter() -> None:
     assert decide(WORK, Network.ideal(256, 1e8, 1e-5)).setting.exchange == "scatter-reduce"
 
 
+def test_machines_with_several_ranks_add_up_before_they_send() -> None:
+    thin = Network.ideal(16, 2e8, 1e-4)
+    assert decide(WORK, thin).setting.exchange != HIERARCHICAL
+    # Eight ranks to a machine: one link for two frames where there were eight times fourteen.
+    tiers = Tiers(8, Line(1e-4, 1e-10), Line(1e-4, 8 / 2e8))
+    chosen = decide(WORK, replace(thin, tiers=tiers))
+    assert chosen.setting.exchange == HIERARCHICAL and "by hierarchical" in chosen.why()
+    expected, times = chosen.expected, WORK.times(chosen.setting)
+    assert expected.sent == pytest.approx(times.frame / 8)
+    slow_inside = replace(tiers, inside=Line(1e-4, 1e-7))
+    assert decide(WORK, replace(thin, tiers=slow_inside)).setting.exchange != HIERARCHICAL
+    with pytest.raises(ValueError, match="hierarchical"):
+        forecast(chosen.setting, WORK, thin)
+
+
 def test_what_carries_too_little_is_not_chosen() -> None:
     slow = Network.ideal(4, 1e6, 1e-4)
     assert decide(WORK, slow).setting.density == 0.01
     assert decide(WORK, slow, policy=Policy(alpha=0.01)).setting.density == 0.001
     assert decide(WORK, slow, policy=Policy(alpha=0.9)).setting == FP16
+
+
+def test_a_little_time_is_not_worth_many_steps() -> None:
+    policy = Policy()
+    some, few = (
+        Forecast(Setting("x", "gather", density=d), s, 0.0, a) for d, s, a in ((0.01, 0.1, 0.12), (0.001, 0.097, 0.06))
+    )
+    assert policy.cost(some) < policy.cost(few) and policy.cost(Forecast(DENSE, 0.1, 0.0, 1.0)) == 0.1
+    assert policy.cost(replace(few, seconds=0.05)) < policy.cost(some)
 
 
 def test_a_small_gain_is_no_reason_to_change() -> None:

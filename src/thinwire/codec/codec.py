@@ -6,7 +6,7 @@ The whole way out is `encode`: check, accumulate, choose, write. State is kept p
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,16 @@ class Batch:
     chosen: list[Chosen]
     sections: list[int]
     step: int
+
+
+class Observer(Protocol):
+    """Somebody who watches a codec's batches."""
+
+    def opened(self, batch: Batch) -> None:
+        """Gradients are in the memory and what is to travel is chosen."""
+
+    def written(self, batch: Batch) -> None:
+        """What travels is in a frame, the rest in the memory."""
 
 
 class Codec:
@@ -66,6 +76,7 @@ class Codec:
         self.min_numel = min_numel
         self.kernels = kernels
         self.step = 0
+        self.observer: Observer | None = None
         self._slots: dict[str, dict[str, Tensor]] = {}
         self._learned: dict[str, dict[str, float]] = {}
         self._reserves: tuple[tuple[int, ...], list[int]] = ((), [])  # the last answer: sizes seldom change
@@ -110,7 +121,10 @@ class Codec:
         self.step = at + 1
         vectors = [self.memory.open(g, self.open_slots(name, g)) for name, g in active.items()]
         sections = [i for i, name in enumerate(tensors) if name not in hold]
-        return self.choose(list(active), vectors, sections, at)
+        batch = self.choose(list(active), vectors, sections, at)
+        if self.observer is not None:
+            self.observer.opened(batch)
+        return batch
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in DTYPES:
@@ -166,6 +180,8 @@ class Codec:
         """Tell the selection what became of its cuts, once all tensors of a batch are written."""
         for choice in {id(c): c for c in batch.chosen if not c.whole}.values():
             self.selection.learn(choice.selected, choice.magnitudes, self._learned[choice.label])
+        if self.observer is not None:
+            self.observer.written(batch)
 
     def write(self, batch: Batch, sections: int, budget: int | None) -> Frame:
         """Put a batch into one frame of at most `budget` bytes."""

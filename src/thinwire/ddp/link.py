@@ -20,11 +20,14 @@ from torch import Tensor
 
 from thinwire.codec.codec import Codec
 from thinwire.ddp.buckets import Job, Opened, all_zero
+from thinwire.ddp.diagnose import Examiner
+from thinwire.ddp.probe import share
 from thinwire.ddp.replicas import check_replicas, gather_reasons
 from thinwire.ddp.states import load_link_state, mean_link_state, without_strangers
 from thinwire.ddp.stats import Counters, Stats
 from thinwire.ddp.units import UnitWatch
 from thinwire.errors import LinkError
+from thinwire.events import Diagnosis
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel
 
@@ -54,6 +57,7 @@ class Link:
         self.exchange = exchange
         self.why = why
         self.step = 0
+        self.diagnoses: list[Diagnosis] = []
         self.units = units if units is not None else UnitWatch(parameters)
         self._parameters = parameters
         self._channel = channel
@@ -61,6 +65,7 @@ class Link:
         self._on_detach = on_detach
         self._on_step = on_step  # called by the link's thread, which may use the channel
         self._stats = Stats()
+        self._examiner: Examiner | None = None
         self._outcomes: list[Outcome] = []
         self._spoiled = False  # whether the step under way will be skipped
         self._waiting: list[Item] = []
@@ -154,6 +159,8 @@ class Link:
         self._outcomes.clear()
         self._groups_now.clear()
         self._spoiled = False
+        if self._examiner is not None:
+            self._examiner.begin_step(self.step)
         for name, factor in job.factors.items():
             self.codec.rescale(factor, [name])
         if self._check_every and self.step and self.step % self._check_every == 0:
@@ -171,7 +178,13 @@ class Link:
     def _mean(self, gradients: dict[str, Tensor], outs: list[Tensor]) -> None:
         # A parameter without a gradient took no part here: DDP may drop what we would send for it.
         hold = frozenset(name for name, g in gradients.items() if all_zero(g))
-        outcome = self.exchange.mean(Bucket(gradients, outs, self.step, hold))
+        bucket, examiner = Bucket(gradients, outs, self.step, hold), self._examiner
+        if examiner is not None:
+            examiner.before(gradients)
+        outcome = self.exchange.mean(bucket)
+        if examiner is not None:
+            held = {name: slots["residual"] for name in gradients if "residual" in (slots := self.codec.held(name))}
+            examiner.after(bucket, self.exchange, outcome, held)
         if outcome.non_finite:
             self._spoiled = True
             for out in outs:
@@ -186,6 +199,9 @@ class Link:
                 if outcome.undo is not None:
                     outcome.undo()
             self._stats.skipped += 1
+        if self._examiner is not None:
+            found = self._examiner.end_step(self.step, self.exchange.weight(), spoiled=self._spoiled)
+            self.diagnoses += [found] if found is not None else []
         self._outcomes.clear()
         self._groups_before = list(self._groups_now)
         self.step += 1
@@ -216,6 +232,22 @@ class Link:
         """Counters since attach and of the last step: bytes, entries, density, seconds; entries per parameter."""
         self.wait()
         return self._stats.report()
+
+    def diagnose(self, every: int = 100) -> None:
+        """Compare what travels with a dense exchange every so many steps; 0 ends it. Call it on all ranks.
+
+        Figures go to the log (logger "thinwire", level INFO) and to `diagnoses`; docs/convergence.md explains them.
+        """
+        self.wait()
+        wishes = [int(row[0]) for row in share(self._channel, [float(every)])]
+        if len(set(wishes)) > 1:
+            rank = next(r for r, wish in enumerate(wishes) if wish != wishes[0])
+            raise ValueError(
+                f"rank 0 asks for a diagnosis every {wishes[0]} steps and rank {rank} every {wishes[rank]}"
+            )
+        if every < 0:
+            raise ValueError(f"every counts steps from 1, or 0 for never, not {every}")
+        self._examiner = self.codec.observer = Examiner(self._channel, every) if every else None
 
     def rescale(self, factor: float) -> None:
         """Multiply the memory when the unit of the gradients changes; see Codec.rescale."""

@@ -1,31 +1,36 @@
 """Pilot: flies a link that was attached with "auto": measures, decides with all ranks, changes the setting.
 
-It starts with 1 % by gather, which is cheap on every network, and decides after a few steps. Where dense or fp16 is
-chosen, buckets go straight to the process group as without thinwire; every few steps the ranks compare how long they
-waited, and probe the network again when that has changed.
+It probes the network, starts dense if that is quick and with 1 % by gather if not, which is cheap on every network, and
+decides after a few steps. Where dense or fp16 is chosen, buckets go straight to the process group as without thinwire;
+every few steps the ranks compare how long they waited, and probe again when that has changed.
 """
 
 import logging
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.codec.codec import Codec
+from thinwire.codec.frame import FrameReader
 from thinwire.codec.selection import TopK
 from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
 from thinwire.ddp.link import Link
+from thinwire.ddp.machines import Machines
 from thinwire.ddp.probe import probe_network, share
 from thinwire.exchange.agree import gather_json
 from thinwire.exchange.base import Groups
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import NAMES
+from thinwire.exchange.hierarchical import Hierarchical
 from thinwire.tune.auto import Decision, Policy, Watch, decide
-from thinwire.tune.forecast import DENSITIES, Setting, Workload
+from thinwire.tune.forecast import DENSE, DENSITIES, HIERARCHICAL, Setting, Workload
 from thinwire.tune.law import Law
+from thinwire.tune.network import Network
 
 _log = logging.getLogger("thinwire")
 
@@ -33,6 +38,7 @@ FIRST = Setting("0.01", "gather", density=0.01)
 WARM = 2  # steps that are not measured: buckets are rebuilt, sizes are guesses
 MEASURED = 4  # steps before the first decision
 LOOK = 10  # steps between two looks at the waiting times
+QUICK = 0.05  # seconds that an all-reduce of everything may take to be what a run starts with
 AGAIN = 10  # looks after which a compressed link probes anyway: a network that became fast does not show otherwise
 _SAMPLE = 1 << 16
 
@@ -66,10 +72,13 @@ class Pilot:
         self._policy = policy if policy is not None else Policy()
         self._watch = Watch()
         self._count, self._looks = 0, 0
+        self._machines: Machines | None = None
+        self._first: Network | None = None  # as probed before the first step, until the first decision
         self._now: _Step | None = None
         self._waits: list[float] = []
         self._periods: list[float] = []
         self._codec: list[tuple[float, float]] = []  # seconds of encoding and of reading one frame
+        self._trial = 0.0, 0.0  # the same, tried out on one step
         self._squares = [0.0] * (len(DENSITIES) + 1)  # carried at each density, and all
         self._alpha: dict[float, float] = dict.fromkeys(DENSITIES, 1.0)
 
@@ -81,12 +90,14 @@ class Pilot:
         self._close(time.perf_counter())
         if self._channel.world > 1:
             first = WARM + MEASURED
-            if self._count == first or (self._count > first and (self._count - first) % LOOK == 0):
+            if self._count == 0:
+                self._take_off()
+            elif self._count == first or (self._count > first and (self._count - first) % LOOK == 0):
                 self._look()
         self._settle()
         self._count += 1
         if self.sampling:
-            self._squares = [0.0] * len(self._squares)
+            self._squares, self._trial = [0.0] * len(self._squares), (0.0, 0.0)
         self._now = _Step(time.perf_counter())
 
     @property
@@ -106,7 +117,10 @@ class Pilot:
             self._now.ended = time.perf_counter()
 
     def sample(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the law of a bucket's large tensors, memory included."""
+        """Take the law of a bucket's large tensors, memory included; and what a codec takes, if none is in use."""
+        if not self._codec:
+            encode, decode = _codec_seconds(self._link.codec, gradients)
+            self._trial = self._trial[0] + encode, self._trial[1] + decode
         for name, gradient in gradients.items():
             if gradient.numel() < self._link.codec.min_numel:
                 continue
@@ -121,6 +135,13 @@ class Pilot:
 
     # What follows from it
 
+    def _take_off(self) -> None:
+        """Where dense is quick nothing else is tried first: entries that wait would cost steps."""
+        self._machines = Machines.found(self._channel, self._groups)
+        self._first = self._probed()
+        if self._first.reduce(4.0 * sum(self._sizes.values())) < QUICK:
+            self._change(DENSE)
+
     def _close(self, now: float) -> None:
         """Note the step before."""
         step = self._now
@@ -133,8 +154,10 @@ class Pilot:
             self._waits.append(step.wait)
             self._periods.append(now - step.began)
             if not self.width and self.setting.compressed:
-                last = self._link.last_step
-                self._codec.append((last.compress, last.decode / max(self._channel.world, 1)))
+                last, frames = self._link.last_step, self._channel.world
+                if self._machines is not None and self.setting.exchange == HIERARCHICAL:
+                    frames //= self._machines.size
+                self._codec.append((last.compress, last.decode / max(frames, 1)))
 
     def _look(self) -> None:
         """Compare the waiting times of all ranks, and decide if there is a reason to."""
@@ -148,8 +171,14 @@ class Pilot:
         self._waits.clear()
         self._periods.clear()
 
+    def _probed(self) -> Network:
+        elements = sum(self._sizes.values())
+        network = self.probe(self._channel, elements)
+        return network if self._machines is None else replace(network, tiers=self._machines.probe(elements))
+
     def _decide(self, compute: float) -> None:
-        network = self.probe(self._channel)
+        network = self._first if self._first is not None else self._probed()
+        self._first = None
         work = self._workload(compute)
         decision = decide(work, network, self.setting if self.decisions else None, self._policy)
         self._watch.reset()
@@ -164,12 +193,13 @@ class Pilot:
         """The same on every rank: times are the ranks' medians, alpha is their mean, buckets are rank 0's."""
         step = self._now
         assert step is not None
-        codec = [statistics.median(column) for column in zip(*self._codec[-LOOK:], strict=True)] or [0.0, 0.0]
+        codec = [statistics.median(column) for column in zip(*self._codec[-LOOK:], strict=True)] or self._trial
         ready = [filled - step.filled[-1] for filled in step.filled]
         mine = [*codec, _copy_seconds(sum(step.buckets)), *self._squares]
         everybody = gather_json(self._channel, {"mine": mine, "buckets": step.buckets, "ready": ready})
         columns = list(zip(*(row["mine"] for row in everybody), strict=True))
-        encode, decode, copy = (statistics.median(column) for column in columns[:3])
+        # In a hierarchical exchange only the machines' first ranks know what a codec takes.
+        encode, decode, copy = (statistics.median([v for v in c if v > 0.0] or [0.0]) for c in columns[:3])
         *carried, everything = (sum(column) for column in columns[3:])
         if everything > 0.0:
             self._alpha = {d: c / everything for d, c in zip(DENSITIES, carried, strict=True)}
@@ -184,9 +214,16 @@ class Pilot:
         )
 
     def _change(self, setting: Setting) -> None:
+        before, tiered = self.setting.exchange == HIERARCHICAL, setting.exchange == HIERARCHICAL
+        if self._machines is not None and before != tiered:
+            if tiered:
+                self._machines.to_first(self._link.codec, self._sizes)
+            else:
+                self._machines.from_first(self._link.codec)
         self.setting, self.width = setting, 0
         self._link.codec.selection = TopK(setting.density if setting.compressed else FIRST.density)
-        exchange = NAMES[setting.exchange]()
+        per_machine = self._machines.size if self._machines is not None else 1
+        exchange = Hierarchical(per_machine=per_machine) if tiered else NAMES[setting.exchange]()
         exchange.setup(self._channel, self._link.codec, self._sizes, self._groups)
         self._link.exchange = exchange
 
@@ -201,6 +238,19 @@ class Pilot:
         held = [t for name in self._sizes for t in self._link.codec.held(name).values()]
         mine = float(any(bool(t.any()) for t in held))
         return not any(row[0] for row in share(self._channel, [mine]))
+
+
+def _codec_seconds(codec: Codec, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
+    """What it takes to encode gradients, once the codec knows their size, and to read the frame."""
+    fresh = codec.fresh()
+    fresh.encode(gradients)
+    began = time.perf_counter()
+    frame = fresh.encode(gradients)
+    encoded = time.perf_counter()
+    outs = [torch.zeros(g.numel()) for g in gradients.values()]
+    zeroed = time.perf_counter()
+    FrameReader(frame, [out.numel() for out in outs]).add_to(outs)
+    return encoded - began, time.perf_counter() - zeroed
 
 
 def _copy_seconds(elements: int) -> float:

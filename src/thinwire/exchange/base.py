@@ -38,13 +38,17 @@ class Bucket:
 
 @dataclass
 class Outcome:
-    """What came of one bucket. `undo` puts what this rank made known back into its memory."""
+    """What came of one bucket. `undo` puts what this rank made known back into its memory.
+
+    `sent` writes what this rank's codec sent to flat tensors of the bucket's sizes; ask before the next bucket.
+    """
 
     non_finite: list[int] = field(default_factory=list)  # ranks whose gradient was not finite
     counts: Mapping[str, int] = field(default_factory=dict)  # entries that this rank sent, by parameter
     compress: float = 0.0
     decode: float = 0.0
     undo: Callable[[], None] | None = None
+    sent: Callable[[list[Tensor]], None] | None = None
 
 
 class Exchange(ABC):

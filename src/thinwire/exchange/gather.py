@@ -45,7 +45,14 @@ class Gather(Exchange):
         decode = time.perf_counter() - began
         names = list(bucket.gradients)
         counts = dict(zip(names, frame.counts, strict=True)) if frame.counts else {}
-        return Outcome(bad, counts, compress, decode, lambda: give_back(self._codec, names, numels, frame))
+        return Outcome(
+            bad,
+            counts,
+            compress,
+            decode,
+            undo=lambda: give_back(self._codec, names, numels, frame),
+            sent=lambda outs: sum_frames([FrameReader(frame, numels)], outs),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"sizes": self._sizes.state_dict()}

@@ -28,11 +28,9 @@ class Hierarchical(Exchange):
         if size < 1 or world % size:
             raise ValueError(f"Hierarchical needs the same number of ranks on every machine: {world} is not {size} x n")
         machines = [list(range(first, first + size)) for first in range(0, world, size)]
-        made = groups([*machines, [ranks[0] for ranks in machines]])
+        self._inside, self._outside = tiers(channel, machines, groups)
         self._world = world
-        self._inside = made[channel.rank // size]
         self._leads = channel.rank % size == 0
-        self._outside = made[-1]
         self._between.setup(self._outside, codec, sizes, groups) if self._leads else None
 
     def channels(self) -> list[Channel]:
@@ -76,3 +74,14 @@ class Hierarchical(Exchange):
 
     def __repr__(self) -> str:
         return f"Hierarchical({self._between!r}, per_machine={self._size})"
+
+
+def tiers(channel: Channel, machines: list[list[int]], groups: Groups) -> tuple[Channel, Channel]:
+    """The channel of this rank's machine, and that of the first ranks of all machines.
+
+    The second, third, ... ranks get channels of their own that nobody uses: PyTorch names a group by how many a process
+    has been in, so that ranks must be in equally many, or the next group that they make would never come about.
+    """
+    places = [list(ranks) for ranks in zip(*machines, strict=True)]
+    made = groups([*machines, *places])
+    return made[channel.rank // len(places)], made[len(machines)]

@@ -115,7 +115,14 @@ class ScatterReduce(Exchange):
         bad = self._read(bucket, plan, answers)
         decode = time.perf_counter() - began
         counts = dict(zip(plan.names, sent, strict=True))
-        return Outcome(bad, counts, compress, decode, lambda: self._give_back(plan, bucket.numels, result))
+        return Outcome(
+            bad,
+            counts,
+            compress,
+            decode,
+            undo=lambda: self._give_back(plan, bucket.numels, result),
+            sent=lambda outs: _write_sent(plan, frames, outs),
+        )
 
     def _plan(self, bucket: Bucket) -> _Plan:
         codec, channel, numels = self._codec, self._channel, bucket.numels
@@ -210,3 +217,9 @@ class ScatterReduce(Exchange):
 
     def __repr__(self) -> str:
         return "ScatterReduce()"
+
+
+def _write_sent(plan: _Plan, frames: Sequence[Frame], outs: list[Tensor]) -> None:
+    """All owners' parts of what a rank sent."""
+    readers = [FrameReader(frame, shares) for frame, shares in zip(frames, plan.shares, strict=True)]
+    sum_frames(readers, outs, 1.0, [(deal.world, deal.first) for deal in plan.deals])

@@ -1,6 +1,8 @@
 """Advising: from a model and a network to the table, the page and the JSON of `thinwire advise`."""
 
-from dataclasses import asdict, dataclass
+import os
+import platform
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 import thinwire
 from thinwire.ddp.probe import probe_network
+from thinwire.exchange.agree import gather_json
 from thinwire.exchange.channel import Channel
 from thinwire.lab.units import parse_rates
 from thinwire.observe import describe_machine, now
@@ -32,6 +35,7 @@ class Wire:
     rate: float  # bits a second
     shown: str
     probed: bool
+    crowded: bool = False  # ranks share cores: what computes beside the backward pass slows it down
 
     def at(self, rate: float) -> Network:
         """The same network at another rate."""
@@ -55,9 +59,21 @@ def wire_of(hosts: int, rate: str, latency: float) -> Wire:
 
 def probed_wire() -> Wire:
     """From the process group that torchrun, or the lab, made; call it on all ranks."""
-    network = probe_network(Channel(dist.group.WORLD))  # type: ignore[arg-type]
+    channel = Channel(dist.group.WORLD)  # type: ignore[arg-type]
+    network = probe_network(channel)
     rate = network.bandwidth / GOODPUT
-    return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True)
+    machines = gather_json(channel, _machine())
+    crowded = torch.get_num_threads() * machines.count(machines[channel.rank]) > (os.cpu_count() or 1)
+    everybody = any(gather_json(channel, crowded))
+    return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True, everybody)
+
+
+def _machine() -> str:
+    """Names the machine; emulated hosts have names of their own and one kernel in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return platform.node()
 
 
 @dataclass(frozen=True)
@@ -165,6 +181,9 @@ def make_report(subject: Subject, wire: Wire, methods: list[str], command: str) 
     """Measure and advise; on all ranks together where the network was probed."""
     threads = torch.get_num_threads()
     figures = measure(subject, methods, sync=dist.barrier if wire.probed else lambda: None)
+    if wire.crowded:
+        alone = replace(figures.work, ready=(0.0,) * len(figures.work.ready))
+        figures = replace(figures, work=alone)
     torch.set_num_threads(threads)
     settings = (DENSE, FP16, *figures.settings)
     advice = advise(settings, figures.work, wire.network, spread=figures.spread, probed=wire.probed)

@@ -29,6 +29,7 @@ def make_plan(
     evaluate_every: int | None = None,
     checkpoint: Path | None = None,
     resume: bool = False,
+    diagnose: int = 0,
 ) -> Plan:
     """Fill in defaults; ValueError says what cannot be."""
     defaults = recipe.defaults
@@ -52,4 +53,5 @@ def make_plan(
         evaluate_every=evaluate_every if evaluate_every is not None else usual,
         checkpoint=checkpoint,
         resume=resume,
+        diagnose=diagnose,
     )

@@ -33,6 +33,7 @@ def race_command(
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
+    diagnose: Annotated[int, typer.Option(min=0, help="Diagnose the link every so many steps; 0: never.")] = 0,
     logs: Annotated[Path | None, typer.Option(help="Folder for the event logs; default: temporary.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
@@ -69,6 +70,7 @@ def race_command(
         target=target,
         max_steps=max_steps,
         evaluate_every=evaluate_every,
+        diagnose=diagnose,
     )
     place = Field(hosts, rate_or_none(rate), shlex.join(["thinwire", *sys.argv[1:]]))
     if transport is not None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from thinwire.race.scale_command import scale_command
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -167,3 +169,6 @@ def _slices(text: str, times: "tuple[LayerTimes, ...]") -> tuple[int, ...]:
         raise ValueError(f"--slices are whole numbers from 1, not '{text}'")
     whole = tuple(int(number) for number in numbers)
     return whole if "," in text else even_slices(times, whole[0])
+
+
+app.command("scale")(scale_command)

@@ -30,6 +30,7 @@ def train_command(
     events: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-METHOD-DATE.jsonl.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints, at every evaluation.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    diagnose: Annotated[int, typer.Option(min=0, help="Diagnose the link every so many steps; 0: never.")] = 0,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard, too.")] = None,
     server: Annotated[bool, typer.Option("--server", help="With a parameter server, on one host more.")] = False,
     mode: Annotated[str, typer.Option(help="Of the server: bsp, ssp or async.")] = "bsp",
@@ -44,7 +45,7 @@ def train_command(
 ) -> None:
     """Train a recipe with compressed gradients."""
     from thinwire.race.checkpoints import open_folder
-    from thinwire.race.methods import check_method
+    from thinwire.race.methods import BASELINES, check_method
     from thinwire.race.plans import make_plan, rate_or_none
     from thinwire.race.race import Field
     from thinwire.race.served import Terms, check_terms
@@ -61,6 +62,8 @@ def train_command(
         raise ValueError("--transport is tcp, udp or mpi, and the last two go with --server")
     if loss is not None and (not server or rate is None or transport == "mpi"):
         raise ValueError("--loss goes with --server and --rate: packets are lost in the lab")
+    if diagnose and (server or compress in BASELINES):
+        raise ValueError("--diagnose looks at a link of compressed gradients: leave out --server, dense and fp16")
     if resume and checkpoint is None:
         raise ValueError("--resume needs --checkpoint, the folder to go on from")
     if checkpoint is not None:
@@ -80,6 +83,7 @@ def train_command(
         evaluate_every=evaluate_every,
         checkpoint=checkpoint,
         resume=resume,
+        diagnose=diagnose,
     )
     place = Field(workers, rate_or_none(rate), shlex.join(["thinwire", *sys.argv[1:]]))
     date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")

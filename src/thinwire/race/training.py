@@ -39,6 +39,7 @@ class Plan:
     test_samples: int | None = None  # of the test split, evaluated every time; None: all
     checkpoint: Path | None = None
     resume: bool = False
+    diagnose: int = 0  # steps between two diagnoses of a link; 0: none
 
 
 class Training:
@@ -55,6 +56,8 @@ class Training:
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
         self.clock = BackwardClock()
         self.link = apply_method(self.model, method, clock=self.clock)
+        if self.link is not None and plan.diagnose:
+            self.link.diagnose(every=plan.diagnose)
         self.order = DataOrder(len(splits.train), batch=plan.batch, workers=dist.get_world_size(), seed=seed)
         known = ring_bytes(method, parameter_count(self.model), dist.get_world_size())
         self.meter = TrafficMeter(self.link, known)
@@ -74,6 +77,10 @@ class Training:
         while step < self.plan.max_steps:
             step += 1
             emit(self._step(step))
+            if self.link is not None:
+                for found in self.link.diagnoses:
+                    emit(found)
+                self.link.diagnoses.clear()
             if step == min(10, self.plan.max_steps) and self.rank == 0:
                 for event in self._histograms(step):
                     emit(event)

@@ -1,5 +1,6 @@
 """What each figure of the report shows, as plain data; report/page.js draws it in the reader's colours."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from thinwire.events import PHASES, Histogram, RunLog
 from thinwire.report.summary import by_method, bytes_per_host_step, last_value, phase_ms, reached, settled
 
 LAYERS_SHOWN = 12
+DIAGNOSED = ("delta", "xi", "residual_ratio", "cosine", "age", "waited")
 
 
 def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
@@ -24,6 +26,7 @@ def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
         "bytes": _bytes(logs),
         "layers": _layers(logs),
         "loss": _loss(logs, scale),
+        "diagnoses": [_diagnosis(log) for log in logs if log.diagnoses],
     }
 
 
@@ -122,6 +125,20 @@ def _layers(logs: Sequence[RunLog]) -> dict[str, Any]:
             for layer, by in latest.items()
             if layer in shown
         ],
+    }
+
+
+def _diagnosis(log: RunLog) -> dict[str, Any]:
+    """One run's diagnoses, a list for each figure; what is not known is left out of the line."""
+
+    def known(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "method": log.run.method,
+        "seed": log.run.seed,
+        "step": [d.step for d in log.diagnoses],
+        **{name: [known(getattr(d, name)) for d in log.diagnoses] for name in DIAGNOSED},
     }
 
 

@@ -67,17 +67,43 @@ function bytesSent() {
   draw("bytes", methods.length ? traces : [], { ...bars(methods), annotations, xaxis: axis("megabytes per host and step", { range: room }) });
 }
 
+// The index-th figure of a grid, made when it is first asked for.
+function figureIn(place, index, caption, note) {
+  let figure = place.children[index];
+  if (!figure) {
+    figure = document.createElement("figure");
+    figure.append(document.createElement("figcaption"), Object.assign(document.createElement("div"), { className: "plot" }));
+    figure.firstChild.append(caption, Object.assign(document.createElement("small"), { textContent: note }));
+    place.append(figure);
+  }
+  return figure;
+}
+
+const diagnosed = [
+  ["delta", "Contraction δ", "share of the squared norm that travels", { range: [0, 1.05] }],
+  ["cosine", "Cosine", "of the applied and the dense mean", { range: [0, 1.05] }],
+  ["xi", "Alistarh's ξ", "distance to the selection of the mean", { rangemode: "tozero" }],
+  ["residual_ratio", "Residual / gradient", "norms", { rangemode: "tozero" }],
+  ["age", "Age of what is held back", "steps, on average", { rangemode: "tozero" }],
+  ["waited", "Wait of what travelled", "steps, on average", { rangemode: "tozero" }],
+];
+
+function diagnoses() {
+  const place = document.getElementById("diagnosed");
+  for (const [index, [key, caption, note, range]] of diagnosed.entries()) {
+    const figure = figureIn(place, index, caption, note);
+    const traces = data.diagnoses.map((run) => ({
+      x: run.step, y: run[key], type: "scatter", mode: run.step.length > 1 ? "lines" : "markers", line: { color: methodColour(run.method), width: 1.8 },
+      marker: { color: methodColour(run.method) }, hovertemplate: `${run.method}, seed ${run.seed}<br>step %{x}: %{y:.3g}<extra></extra>`,
+    }));
+    draw(figure.lastChild, traces, { xaxis: axis("step", { showgrid: false, nticks: 5 }), yaxis: axis("", { nticks: 5, ...range }) });
+  }
+}
+
 function layers() {
   const place = document.getElementById("layers");
   for (const [index, layer] of data.layers.shown.entries()) {
-    let figure = place.children[index];
-    if (!figure) {
-      figure = document.createElement("figure");
-      figure.append(document.createElement("figcaption"), Object.assign(document.createElement("div"), { className: "plot" }));
-      const small = Object.assign(document.createElement("small"), { textContent: `${layer.entries.toLocaleString("en")} entries` });
-      figure.firstChild.append(layer.layer, small);
-      place.append(figure);
-    }
+    const figure = figureIn(place, index, layer.layer, `${layer.entries.toLocaleString("en")} entries`);
     const traces = layer.series.map((one) => ({
       x: one.x, y: one.share, type: "scatter", mode: "lines", line: { color: methodColour(one.method), width: 1.8, shape: "hvh" },
       fill: layer.series.length === 1 ? "tozeroy" : "none", hovertemplate: `${one.method}<br>|g| ≈ %{x:.1e}: %{y:.2f} %<extra></extra>`,
@@ -120,6 +146,7 @@ function paint() {
   phaseTimes();
   bytesSent();
   loss();
+  if (data.diagnoses.length) diagnoses();
   layers();
   document.documentElement.dataset.drawn = document.querySelectorAll(".main-svg").length;
 }
@@ -146,6 +173,10 @@ function prepare() {
   if (data.loss.length) {
     document.getElementById("loss-section").hidden = false;
     legend("loss-ways", data.loss.map((one) => one.transport), lossVariable);
+  }
+  if (data.diagnoses.length) {
+    document.getElementById("diagnosis-section").hidden = false;
+    legend("diagnosed-methods", [...new Set(data.diagnoses.map((run) => run.method))], methodVariable);
   }
   if (data.layers.shown.length) {
     document.getElementById("gradient-section").hidden = false;

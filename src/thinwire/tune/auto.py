@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.tune.forecast import DENSE, SETTINGS, Forecast, Setting, Workload, forecast
+from thinwire.tune.forecast import DENSE, SETTINGS, TIERED, Forecast, Setting, Workload, forecast
 from thinwire.tune.network import Network
 
 
@@ -19,6 +19,14 @@ class Policy:
     alpha: float = 0.05  # the least share of the squared norm that a step must carry
     margin: float = 0.15  # what another setting must gain to be worth a change, as a share of the step
     compress_from: float = 0.05  # what compression must gain on dense to be worth its noise
+    late: float = 0.01  # steps that are needed besides, as a share, where alpha is 1: what waits arrives late
+
+    def cost(self, found: Forecast) -> float:
+        """The time of a step, times the steps that it takes more than dense would.
+
+        With 1 % alpha was about 0.12 on digits and 70 steps reached what 65 dense ones did; with 0.1 %, 0.015 and 120.
+        """
+        return found.seconds * (1.0 + self.late / max(found.alpha, 1e-6)) if found.setting.compressed else found.seconds
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,15 @@ class Decision:
 def decide(work: Workload, network: Network, present: Setting | None = None, policy: Policy | None = None) -> Decision:
     """The cheapest setting that carries enough; the present one stays unless another is clearly cheaper."""
     policy = policy if policy is not None else Policy()
-    forecasts = tuple(forecast(setting, work, network) for setting in policy.settings)
+    settings = policy.settings + (TIERED if network.tiers is not None else ())
+    forecasts = tuple(forecast(setting, work, network) for setting in settings)
     allowed = [f for f in forecasts if f.alpha >= policy.alpha]
     dense = next(f for f in forecasts if f.setting == DENSE)
-    best = min(allowed, key=lambda f: f.seconds, default=dense)
-    if best.setting != DENSE and best.seconds > (1.0 - policy.compress_from) * dense.seconds:
+    best = min(allowed, key=policy.cost, default=dense)
+    if best.setting != DENSE and policy.cost(best) > (1.0 - policy.compress_from) * dense.seconds:
         best = dense
     now = next((f for f in allowed if f.setting == present), None)
-    if now is not None and best.seconds > (1.0 - policy.margin) * now.seconds:
+    if now is not None and policy.cost(best) > (1.0 - policy.margin) * policy.cost(now):
         best = now
     return Decision(best.setting, forecasts, network, best.setting != present)
 

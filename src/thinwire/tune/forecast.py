@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from thinwire.tune.network import Network
+from thinwire.tune.network import Network, Tiers
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,12 @@ class Setting:
 
 # Elements below which a link lets a bucket wait for the next (ddp/link.py).
 SMALL = 1 << 19
+# What encoding takes for an entry that travels, in elements that are only looked at.
+_ENTRY = 17.0
 # What headers and spare room add when a frame is cut into one part for every rank.
 _SCATTERED = 1.2
 
+HIERARCHICAL = "hierarchical"
 DENSE, FP16 = Setting("dense", width=4), Setting("fp16", width=2)
 DENSITIES = (0.1, 0.01, 0.001)
 SETTINGS = (
@@ -42,6 +45,8 @@ SETTINGS = (
     FP16,
     *(Setting(f"{d:g}", exchange, density=d) for d in DENSITIES for exchange in ("gather", "scatter-reduce")),
 )
+# For machines of several ranks each.
+TIERED = tuple(Setting(f"{d:g}", HIERARCHICAL, density=d) for d in DENSITIES)
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class Workload:
         """What a codec takes: as measured, or from what 1 % takes."""
         if self.codecs is not None and setting.name in self.codecs:
             return self.codecs[setting.name]
-        # Encoding reads every element and writes the chosen ones, at 17 times the time each; decoding knows only these.
-        encode = self.encode * (1.0 + 17.0 * setting.density) / 1.17
+        # Encoding reads every element and writes the chosen ones; decoding knows only these.
+        encode = self.encode * (1.0 + _ENTRY * setting.density) / (1.0 + 0.01 * _ENTRY)
         return CodecTimes(encode, self.decode * setting.density / 0.01, frame_bytes(setting, self.elements))
 
     def together(self) -> "Workload":
@@ -113,14 +118,17 @@ def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
     for elements, ready in zip(work.buckets, work.ready, strict=True):
         done = max(done, ready) + _exchange(setting, work, network, elements)
     alpha = 1.0 if not setting.compressed or work.alpha is None else at_density(work.alpha, setting.density)
-    return Forecast(setting, work.compute + max(done, 0.0), sent(setting, work, network.world), alpha)
+    return Forecast(setting, work.compute + max(done, 0.0), sent(setting, work, network), alpha)
 
 
-def sent(setting: Setting, work: Workload, world: int) -> float:
-    """Bytes that a rank sends in a step."""
+def sent(setting: Setting, work: Workload, network: Network) -> float:
+    """Bytes that a rank sends in a step to other machines, on average."""
+    world = network.world
     if not setting.compressed:
         return 2.0 * setting.width * work.elements * (world - 1) / world
     frame = work.times(setting).frame
+    if setting.exchange == HIERARCHICAL:
+        return frame * (world / _tiers(network).per_machine - 1.0) / _tiers(network).per_machine
     return frame * (world - 1) if setting.exchange == "gather" else 2.0 * _SCATTERED * frame * (world - 1) / world
 
 
@@ -130,10 +138,23 @@ def _exchange(setting: Setting, work: Workload, network: Network, elements: int)
     if not setting.compressed:
         return network.reduce(setting.width * elements) + (work.copy * share if setting.width < 4 else 0.0)
     times = work.times(setting)
+    if setting.exchange == HIERARCHICAL:
+        tiers = _tiers(network)
+        machines = network.world / tiers.per_machine
+        within = tiers.inside(4.0 * elements)
+        return within + share * (times.encode + machines * times.decode) + tiers.between(share * times.frame)
     if setting.exchange == "gather":
         return share * (times.encode + network.world * times.decode) + network.gather(share * times.frame)
-    # Two selections; of every entry one rank reads all, and everybody the result.
-    return share * 2.0 * (times.encode + times.decode) + network.scatter(_SCATTERED * share * times.frame)
+    # Two selections, the second of a share of the entries; of every entry one rank reads all, and everybody the result.
+    entries = _ENTRY * setting.density
+    second = times.encode * (1.0 + entries / network.world) / (1.0 + entries)
+    return share * (times.encode + second + 2.0 * times.decode) + network.scatter(_SCATTERED * share * times.frame)
+
+
+def _tiers(network: Network) -> Tiers:
+    if network.tiers is None:
+        raise ValueError("machines with several ranks each were not measured: nothing is hierarchical here")
+    return network.tiers
 
 
 def at_density(alpha: Mapping[float, float], density: float) -> float:

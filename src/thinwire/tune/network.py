@@ -25,12 +25,22 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Tiers:
+    """Machines of several ranks: what it takes within one, and between the first ranks of all."""
+
+    per_machine: int
+    inside: Line  # to one rank and back to all, by the bytes of the vector that is summed
+    between: Line  # all-gather, by the bytes of each machine's message
+
+
+@dataclass(frozen=True)
 class Network:
     """All-gathers and all-reduces between `world` ranks."""
 
     world: int
     gather: Line  # by the bytes of each rank's message
     reduce: Line  # by the bytes of the vector that is summed
+    tiers: Tiers | None = None  # where machines have several ranks each
 
     @classmethod
     def ideal(cls, world: int, bandwidth: float, latency: float) -> "Network":
