@@ -77,7 +77,8 @@ def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, fl
     full = [steps for number, steps in sorted(by_step.items()) if number > 2 and len(steps) == workers]
 
     def median(name: str) -> float:
-        return 1e3 * statistics.median(statistics.mean(getattr(step, name) for step in steps) for steps in full)
+        means = [statistics.mean(getattr(step, name) for step in steps) for steps in full]
+        return 1e3 * float(statistics.median(means))
 
     phases = {name: median(name) for name in ("compute", "aggregate", "synchronise")}
     ends = [max(step.wall for step in steps) for steps in full]

@@ -49,7 +49,7 @@ class Curve:
     packets: list[float] = field(default_factory=list)  # of 1448 bytes each, likewise
     density: float = 0.0  # mean over all steps
     reached: int | None = None  # the step that met the target
-    seconds: float = 0.0  # that the simulation took
+    seconds: float = 0.0  # of processor time that the simulation took
     notes: dict[str, Any] = field(default_factory=dict)  # what a probe found
 
     @property
@@ -101,7 +101,7 @@ class Simulation:
     def _train(self, cluster: Cluster, place: Path, watch: Watch | None, probe: "Probing | None") -> Curve:
         curve = self._resume(cluster, place)
         losses: list[float] = []
-        began = saved = time.monotonic()
+        began, saved = time.process_time(), time.monotonic()
         before = curve.seconds
         sent, packets = (values[-1] if values else 0.0 for values in (curve.megabytes, curve.packets))
         while cluster.done < self.goal.max_steps and curve.reached is None:
@@ -117,7 +117,7 @@ class Simulation:
                 curve.loss.append(sum(losses) / len(losses))
                 curve.megabytes.append(sent)
                 curve.packets.append(packets)
-                curve.seconds = before + time.monotonic() - began
+                curve.seconds = before + time.process_time() - began
                 self._evaluate(cluster, curve)
                 losses.clear()
                 if time.monotonic() - saved > SAVE_SECONDS:

@@ -30,9 +30,9 @@ CLAIMED = 1000.0  # times less communication
 
 def study(workshop: Workshop) -> Study:
     """Both problems at every K, the theory's quantities on the way, and what equal accuracy costs."""
-    convex = Problem(workshop, logistic(), workers=8, batch=16, lr=0.02, epochs=6.0 if workshop.full else 2.0)
+    convex = Problem(workshop, logistic(), workers=8, batch=16, lr=0.02, epochs=6.0 if workshop.full else 1.5)
     network = get_recipe("mnist-conv")
-    other = Problem(workshop, network, workers=4, batch=16, lr=0.05, epochs=5.0 if workshop.full else 0.8)
+    other = Problem(workshop, network, workers=4, batch=16, lr=0.05, epochs=5.0 if workshop.full else 0.6)
     best = workshop.part("optimum", lambda: _optimum(convex.recipe, convex.splits))
     curves = {"logistic": convex.run(), "network": other.run()}
     bed = Bed("mnist-conv", workshop.data, hosts=4, rate="100mbit", batch=16, lr=0.05)

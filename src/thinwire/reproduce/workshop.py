@@ -77,8 +77,9 @@ class Workshop:
     def took(self) -> str:
         """How long all parts and runs took together, those of earlier calls included."""
         held = [json.loads(path.read_text(encoding="utf-8")) for path in self.folder.glob("*.json")]
-        seconds = sum(found["curve"]["seconds"] if "curve" in found else found["seconds"] for found in held)
-        return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+        simulated = sum(found["curve"]["seconds"] for found in held if "curve" in found) / 60
+        others = sum(found["seconds"] for found in held if "curve" not in found) / 60
+        return f"{simulated:.0f} minutes of one core for simulated runs, {others:.0f} minutes for all else"
 
     def lab_part(self, name: str, make: Callable[[], Any]) -> Any | None:
         """A part that needs emulated hosts; None, and noted, where they are not wanted."""
