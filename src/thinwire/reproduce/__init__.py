@@ -6,6 +6,7 @@ This module loads no torch, so that commands can list the names at once.
 # Where each study is made: a function that takes a Workshop and returns a Study.
 STUDIES = {
     "topk-convergence": "thinwire.reproduce.topk_convergence:study",
+    "thresholds": "thinwire.reproduce.thresholds:study",
     "cat": "thinwire.reproduce.cat:study",
     "sparsify-gradients": "thinwire.reproduce.sparsify_gradients:study",
 }

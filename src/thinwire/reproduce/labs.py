@@ -27,12 +27,12 @@ class Bed:
     recipe: str
     data: Path | None
     hosts: int
-    rate: str
+    rate: str | None  # None: local processes
     batch: int
     lr: float
 
     def __str__(self) -> str:
-        return f"{self.hosts} hosts at {self.rate}"
+        return f"{self.hosts} hosts at {self.rate or 'no limit'}"
 
 
 def step_times(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, Any]:

@@ -380,7 +380,7 @@ def _differences(workshop: Workshop, samples: int) -> list[str]:
         "The network is emulated: all hosts compute on this machine's cores, which takes longer than on their own.",
         f"The rate is {LR:g} on the mean of the gradients; the paper added them up, with a rate that it does not tell.",
         "Train accuracy is that of a fixed part of the training images, after every epoch.",
-        "At 500 Mbit/s a dense model takes 1.46 s from the master to 13 workers. The paper's dense step of 1.05 s, 0.805 s "
-        "of it aggregation, leaves 0.24 s for that and computing: its network must have been faster in this direction.",
+        "At 500 Mbit/s a dense model takes 1.46 s from the master to 13 workers. The paper's dense step of 1.05 s, "
+        "0.805 s of it aggregation, leaves 0.24 s for that and computing: its network was faster in this direction.",
         "thinwire: the largest 1 % in 8 bits with memory, both ways with a master; simulated one way (Gather).",
     ]

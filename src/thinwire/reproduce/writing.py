@@ -42,7 +42,7 @@ def photograph(page: Path, picture: Path, *, width: int = 1200) -> bool:
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         return False
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
 
         def run(height: int, *what: str) -> str:
             argv = [browser, *HEADLESS, f"--user-data-dir={profile}", f"--window-size={width},{height}", *what]
