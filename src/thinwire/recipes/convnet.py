@@ -13,25 +13,23 @@ PARAMETERS = 1_756_426
 
 
 class _Normalise(torch.autograd.Function):
-    """y = x * d^-0.75 with d = 1 + scale * (sum of x^2 over the neighbouring channels)."""
+    """y = x * d^-0.75 with d = 1 + scale * (sum of x^2 over the neighbouring channels, the last dimension)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, band: Tensor) -> Tensor:
-        flat = x.flatten(2)
-        d = torch.matmul(band, flat * flat).add_(1.0)
+        d = torch.mm(x * x, band).add_(1.0)
         root = d.rsqrt()
-        power = root * root.sqrt()  # d^-0.75 without pow(), which is slow on CPUs
-        ctx.save_for_backward(flat, d, power, band)
-        return (flat * power).view_as(x)
+        power = root.sqrt().mul_(root)  # d^-0.75 without pow(), which is slow on CPUs
+        ctx.save_for_backward(x, d, power, band)
+        return x * power
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        flat, d, power, band = ctx.saved_tensors
-        gradient = gradients[0].flatten(2)
-        through = gradient * power
+        x, d, power, band = ctx.saved_tensors
+        through = gradients[0] * power
         # The band is symmetric, so the same product carries the gradient back to the neighbours.
-        spread = torch.matmul(band, through * flat / d)
-        return (through - 1.5 * flat * spread).view_as(gradients[0]), None
+        spread = torch.mm((through * x).div_(d), band)
+        return through.addcmul_(x, spread, value=-1.5), None
 
 
 class LocalResponseNorm(nn.Module):
@@ -52,8 +50,21 @@ class LocalResponseNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a batch of images, shape (samples, channels, height, width)."""
-        result: Tensor = _Normalise.apply(x, self.band)  # type: ignore[no-untyped-call]
-        return result
+        samples, channels, height, width = x.shape
+        flat = x.permute(0, 2, 3, 1).reshape(-1, channels)  # a view, if the channels lie side by side
+        result: Tensor = _Normalise.apply(flat, self.band)  # type: ignore[no-untyped-call]
+        return result.view(samples, height, width, channels).permute(0, 3, 1, 2)
+
+
+class _Layout(nn.Module):
+    """The same images with another order in memory: each layer gets the one in which it is fastest on CPUs."""
+
+    def __init__(self, order: torch.memory_format) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=self.order)
 
 
 def cuda_convnet(*, strides: tuple[int, int] = (2, 2), classes: int = 10) -> nn.Sequential:
@@ -62,12 +73,15 @@ def cuda_convnet(*, strides: tuple[int, int] = (2, 2), classes: int = 10) -> nn.
     Whatever the input, the two poolings must leave 8 x 8: 32 x 32 with strides (2, 2), 16 x 16 with (2, 1).
     """
     layers: dict[str, nn.Module] = {
+        "channels_last": _Layout(torch.channels_last),
         "conv1": nn.Conv2d(3, 64, 5, padding=2),
-        "relu1": nn.ReLU(),
         "pool1": _pool(strides[0]),
+        "relu1": nn.ReLU(),  # of the maximum: the same as the maximum of rectified values, on a quarter of them
         "norm1": LocalResponseNorm(64),
+        "channels_first": _Layout(torch.contiguous_format),
         "conv2": nn.Conv2d(64, 64, 5, padding=2),
         "relu2": nn.ReLU(),
+        "channels_last_again": _Layout(torch.channels_last),
         "norm2": LocalResponseNorm(64),
         "pool2": _pool(strides[1]),
         "flat": nn.Flatten(),
