@@ -46,5 +46,10 @@ function spans(figure, letter) {
   return Math.log10(Math.max(...values) / Math.min(...values));
 }
 
+for (const cell of document.querySelectorAll("tbody th[data-method]")) {
+  if (!names.includes(cell.dataset.method)) continue;
+  cell.dataset.coloured = "";
+  cell.style.setProperty("--dot", `var(${variable(cell.dataset.method)})`);
+}
 paint();
 keepPainted(paint);

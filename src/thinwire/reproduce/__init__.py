@@ -7,6 +7,7 @@ This module loads no torch, so that commands can list the names at once.
 STUDIES = {
     "topk-convergence": "thinwire.reproduce.topk_convergence:study",
     "thresholds": "thinwire.reproduce.thresholds:study",
+    "request-scheduling": "thinwire.reproduce.request_scheduling:study",
     "cat": "thinwire.reproduce.cat:study",
     "sparsify-gradients": "thinwire.reproduce.sparsify_gradients:study",
 }
