@@ -1,6 +1,6 @@
 """One process of the scheduling study: rank 0 serves run after run, the others work, one of them slowly.
 
-Started on every emulated host; prints what happened when, by the machine's one monotonic clock, which all of them share.
+Started on every emulated host; prints what happened when, by the machine's one monotonic clock, which all share.
 """
 
 import json
