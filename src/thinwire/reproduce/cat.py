@@ -99,8 +99,8 @@ def study(workshop: Workshop) -> Study:
     """Both problems with every method; the rule must cost less than the best fixed density under its own cost."""
     convex, best = _convex(workshop)
     network = get_recipe("mnist-conv")
-    steps = 2500 if workshop.full else 500
-    goal = Goal(steps, max(1, steps // 50), train_samples=0, test_samples=2000, objective_samples=2000)
+    steps = 2500 if workshop.full else 300
+    goal = Goal(steps, steps // 30, train_samples=0, test_samples=0, objective_samples=1000)
     other = Problem("network", network, workshop.load(network), 16, 0.05, goal, Residual())
     curves = {"logistic": convex.run(workshop), "network": other.run(workshop)}
     goals = {"logistic": best["value"] + 0.05, "network": 0.3}
@@ -132,7 +132,7 @@ def study(workshop: Workshop) -> Study:
 
 def _convex(workshop: Workshop) -> tuple[Problem, dict[str, float]]:
     recipe = logistic()
-    samples = 20_000 if workshop.full else 4000
+    samples = 20_000 if workshop.full else 2000
     splits = workshop.load(recipe, first=samples)
 
     def find() -> dict[str, float]:
@@ -140,8 +140,8 @@ def _convex(workshop: Workshop) -> tuple[Problem, dict[str, float]]:
         return {"value": found.value, "smoothness": found.smoothness}
 
     best = workshop.part("optimum", find)
-    steps = 1500 if workshop.full else 600
-    goal = Goal(steps, 10, train_samples=0, test_samples=1000, objective_samples=samples)
+    steps = 1500 if workshop.full else 400
+    goal = Goal(steps, 10, train_samples=0, test_samples=0, objective_samples=samples)
     rate = 1.0 / best["smoothness"]
     return Problem("logistic", recipe, splits, samples // WORKERS, rate, goal, Drop()), best
 

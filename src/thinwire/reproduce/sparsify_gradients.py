@@ -41,11 +41,11 @@ DROPPED = (50.0, 90.0, 99.0, 99.9, 99.99)
 def study(workshop: Workshop) -> Study:
     """Curves to the target, the lab's step times, their product, and the three extra questions."""
     recipe = get_recipe("cifar10")
-    splits = workshop.load(recipe, first=None if workshop.full else 2080)
+    splits = workshop.load(recipe, first=None if workshop.full else 1040)
     curves = _curves(workshop, recipe, splits)
     sweep = _sweep(workshop, recipe, splits)
-    away = workshop.part("away", lambda: _away(recipe, splits, 300 if workshop.full else 60))
-    shapes = workshop.part("magnitudes", lambda: _magnitudes(recipe, splits, 100 if workshop.full else 30))
+    away = workshop.part("away", lambda: _away(recipe, splits, 300 if workshop.full else 40))
+    shapes = workshop.part("magnitudes", lambda: _magnitudes(recipe, splits, 100 if workshop.full else 20))
     bed = Bed("cifar10", workshop.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
     phases = workshop.lab_part("phases", lambda: _phases(bed))
     flat = workshop.lab_part(
@@ -86,8 +86,9 @@ def _codec(name: str) -> Codec | None:
 
 def _curves(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Curve]:
     per_epoch = len(splits.train) // (WORKERS * BATCH)
-    epochs = 60 if workshop.full else 70
-    goal = Goal(epochs * per_epoch, per_epoch, 5000 if workshop.full else 2080, 2000, target=TARGET)
+    # Evaluating takes a third of training's time for as many images: every epoch, or every other small one.
+    epochs, every, samples, test = (60, 1, 5000, 2000) if workshop.full else (90, 2, 1040, 500)
+    goal = Goal(epochs * per_epoch, every * per_epoch, samples, test, target=TARGET)
     found = {}
     for name in METHODS:
         curve = workshop.train(name, recipe, splits, Setting(WORKERS, BATCH, LR, 0.0, _codec(name)), goal)
@@ -98,8 +99,8 @@ def _curves(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Cur
 
 def _sweep(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, dict[float, Curve]]:
     """Every share dropped, with and without memory, for the same number of steps."""
-    steps = 1500 if workshop.full else 100
-    goal = Goal(steps, steps // 4, 2000, 1000)
+    steps, samples = (1500, 2000) if workshop.full else (60, 1040)
+    goal = Goal(steps, steps, samples, 1000)
     found: dict[str, dict[float, Curve]] = {"without memory": {}, "with memory": {}}
     for dropped in (0.0, *DROPPED):
         for words, memory in (("without memory", Drop()), ("with memory", Residual())):

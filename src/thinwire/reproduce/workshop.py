@@ -128,4 +128,4 @@ def _news(curve: Curve, metric: str) -> str:
     parts = [f"{name} {values[-1]:.4f}" for name, values in (("train", curve.train), ("test", curve.test)) if values]
     if curve.objective:
         parts.append(f"objective {curve.objective[-1]:.4g}")
-    return " ".join([metric, *parts] if len(parts) > 1 or curve.train else parts)
+    return " ".join([metric, *parts] if curve.train or curve.test else parts)
