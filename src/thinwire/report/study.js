@@ -1,6 +1,7 @@
 // Draws the figures of a reproduced paper. A method keeps its colour in all of them.
 const names = [...new Set(data.figures.flatMap((figure) => figure.series.map((series) => series.name)))];
-const variable = (name) => (name === "dense" ? "--m0" : `--m${1 + (names.filter((n) => n !== "dense").indexOf(name) % 7)}`);
+const others = names.filter((name) => name !== "dense");
+const variable = (name) => (name === "dense" ? "--m0" : `--m${1 + (others.indexOf(name) % 7)}`);
 
 data.figures.forEach((figure, place) => {
   const element = document.createElement("figure");
@@ -21,7 +22,7 @@ function trace(figure, series) {
   const mode = figure.kind === "points" ? "markers" : series.x.length < 12 ? "lines+markers" : "lines";
   return {
     x: series.x, y: series.y, type: "scatter", mode, name: series.name, hovertemplate: hover,
-    line: { color: tone, width: 2, dash: series.dash ? "dot" : "solid" }, marker: { color: tone, size: 6 },
+    line: { color: tone, width: 2, dash: ["solid", "dash", "dot"][Math.max(0, Math.floor(others.indexOf(series.name) / 7)) % 3] }, marker: { color: tone, size: 6 },
   };
 }
 

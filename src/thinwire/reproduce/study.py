@@ -51,7 +51,6 @@ class Series:
     name: str
     x: list[Any]
     y: list[float | None]
-    dash: bool = False
 
 
 @dataclass(frozen=True)
