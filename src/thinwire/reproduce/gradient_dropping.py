@@ -73,11 +73,7 @@ def study(workshop: Workshop) -> Study:
         [_digit_table(digits, lab), *_translation_tables(translations, times), *proof],
         _figures(digits, translations, lab),
         [
-            *(
-                ()
-                if workshop.full
-                else ("Small scale: half an epoch of MNIST, one of translation, with the GRU alone.",)
-            ),
+            *smaller,
             "Translation is Multi30k from German to English with small networks instead of Romanian to English.",
             "A threshold comes from thinwire's sample; layers of fewer than 1,024 entries travel whole.",
             "The 1-bit values travel as two means a block of 512 instead of one a column.",
