@@ -4,7 +4,7 @@ Objective against communication for fixed densities and for the rule, under thre
 signs, and chosen at random; on logistic regression by full gradients, as the theory has it, and on a small network.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.codec.codec import Codec
@@ -81,8 +81,11 @@ class Problem:
         for name, codec in self.codecs().items():
             rate = self.lr * (0.2 if "stochastic" in name else 1.0)
             setting = Setting(WORKERS, self.batch, rate, 0.0, codec)
+            # Where only bits cost, a step sends one entry, and needs many.
+            patient = 4 if "payload" in name and self.name == "logistic" else 1
+            goal = replace(self.goal, max_steps=patient * self.goal.max_steps)
             file = f"{self.name}-{name.replace(' %', '').replace(', ', '-').replace(' ', '-')}".lower()
-            curve = workshop.train(file, self.recipe, self.splits, setting, self.goal)
+            curve = workshop.train(file, self.recipe, self.splits, setting, goal)
             if curve is not None:
                 curves[name] = curve
         return curves
@@ -103,7 +106,7 @@ def study(workshop: Workshop) -> Study:
     goal = Goal(steps, steps // 30, train_samples=0, test_samples=0, objective_samples=1000)
     other = Problem("network", network, workshop.load(network), 16, 0.05, goal, Residual())
     curves = {"logistic": convex.run(workshop), "network": other.run(workshop)}
-    goals = {"logistic": best["value"] + 0.05, "network": 0.3}
+    goals = {name: _goal(found) for name, found in curves.items()}
     bed = Bed("mnist-conv", workshop.data, hosts=4, rate="100mbit", batch=16, lr=0.05)
     confirmed, proof = confirm(workshop, Trial(bed, "topk1", Codec(TopK(0.01), Bits(8)), 0.9, 600, 25))
     rows = {name: _costs(found, goals[name]) for name, found in curves.items()}
@@ -125,6 +128,7 @@ def study(workshop: Workshop) -> Study:
             "Bits are those of thinwire's frames, whose positions take about their entropy instead of log2(n) bits.",
             "Signs travel with two means a block of 512 values instead of one scale in all.",
             "What the rule's density costs is weighed by each worker for itself.",
+            "The goal is the objective that dense has after a third of its steps.",
         ],
         facts={"workers": f"{WORKERS}", "data": "MNIST"},
     )
@@ -144,6 +148,12 @@ def _convex(workshop: Workshop) -> tuple[Problem, dict[str, float]]:
     goal = Goal(steps, 10, train_samples=0, test_samples=0, objective_samples=samples)
     rate = 1.0 / best["smoothness"]
     return Problem("logistic", recipe, splits, samples // WORKERS, rate, goal, Drop()), best
+
+
+def _goal(curves: dict[str, Curve]) -> float:
+    """The objective that dense has after a third of its steps: the others have time to meet it."""
+    dense = curves.get("dense")
+    return dense.objective[len(dense.objective) // 3] if dense is not None else 0.0
 
 
 def _costs(curves: dict[str, Curve], goal: float) -> dict[str, dict[str, float | None]]:
