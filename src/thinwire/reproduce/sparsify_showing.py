@@ -24,15 +24,14 @@ def times_of(curves: dict[str, Curve], phases: Any, flat: Any) -> dict[str, dict
     found = {}
     for name in METHODS:
         steps = curves[name].reached if name in curves else None
-        served = phases[name]["ms"] / 1e3 if phases else None
-        ring = flat["topk1" if name == "thinwire" else name]["ms"] / 1e3 if flat else None
-        found[name] = {
-            "steps": steps,
-            "served": served,
-            "ring": ring,
-            "served_seconds": steps * served if steps and served else None,
-            "ring_seconds": steps * ring if steps and ring else None,
+        own = phases[name] if phases else None
+        seconds = {
+            "served": own["ms"] / 1e3 if own else None,
+            "gathered": (own["compute"] + own["aggregate"]) / 1e3 if own else None,
+            "ring": flat["topk1" if name == "thinwire" else name]["ms"] / 1e3 if flat else None,
         }
+        products = {f"{way}_seconds": steps * each if steps and each else None for way, each in seconds.items()}
+        found[name] = {"steps": steps, **seconds, **products}
     return found
 
 
@@ -42,29 +41,29 @@ def _speedup(times: dict[str, dict[str, float | None]], name: str, key: str) -> 
 
 
 def time_claims(times: dict[str, dict[str, float | None]]) -> list[Claim]:
-    claims = []
-    for name in PAPER_SECONDS:
-        note = "simulated steps x the lab's step of a master and 13 workers; the data and its size differ"
-        claims.append(
-            Claim(
-                f"{name}: seconds to 99.5 % train accuracy",
-                PAPER_SECONDS[name],
-                times[name]["served_seconds"],
-                "s",
-                None,
-                note,
-            )
-        )
+    """Seconds next to the paper's, and every speed-up over dense."""
+    claims = [
+        Claim(f"{name}: seconds to 99.5 % train accuracy", paper, times[name]["served_seconds"], "s", None, _PRODUCT)
+        for name, paper in PAPER_SECONDS.items()
+    ]
     paper = PAPER_SECONDS["dense"] / PAPER_SECONDS["percentile90"]
     for name, bar in (("percentile90", paper), ("thinwire", 5.0)):
-        for key, words in (("served_seconds", "master and workers"), ("ring_seconds", "no master: all-reduce")):
-            gain = _speedup(times, name, key)
+        for way, words in _WAYS.items():
+            if (name, way) == ("thinwire", "gathered"):
+                continue
+            gain = _speedup(times, name, f"{way}_seconds")
             held = None if gain is None else gain >= bar
-            asked = "" if name == "percentile90" else "5x is asked for"
-            claims.append(
-                Claim(f"{name}: speed-up to the target, {words}", paper if not asked else None, gain, "x", held, asked)
-            )
+            own, note = (paper, "") if name == "percentile90" else (None, "5x is asked for")
+            claims.append(Claim(f"{name}: speed-up to the target, {words}", own, gain, "x", held, note))
     return claims
+
+
+_PRODUCT = "simulated steps x the lab's step of a master and 13 workers"
+_WAYS = {
+    "served": "master and workers",
+    "gathered": "the same without the dense model's way back, which hardly counted in the paper",
+    "ring": "no master: all-reduce, or all-gather of frames",
+}
 
 
 def epoch_claims(curves: dict[str, Curve]) -> list[Claim]:
