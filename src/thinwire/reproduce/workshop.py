@@ -13,9 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from thinwire.lab.check import check, ready
 from thinwire.recipes.recipe import Batch, Recipe, Split, Splits
 from thinwire.reproduce.cluster import Setting
 from thinwire.reproduce.runs import Curve, Goal, Probing, Simulation, save_json
+from thinwire.reproduce.study import StudyError
 
 SCALES = ("small", "full")
 
@@ -86,7 +88,7 @@ class Workshop:
         if not self.lab and not (self.folder / f"part-{name}.json").exists():
             self.skipped.append(f"{name}: needs the lab, which was left out")
             return None
-        return self.part(name, make)
+        return self.part(name, lambda: _with_lab(make))
 
     def train(
         self,
@@ -122,6 +124,15 @@ class Workshop:
             curve = simulation.run(self.folder, watch, probe)
             progress.update(task, completed=curve.step[-1], total=curve.step[-1], news=_news(curve, recipe.metric))
         return curve
+
+
+def _with_lab(make: Callable[[], Any]) -> Any:
+    """Make a part on emulated hosts, or say in one sentence why this machine has none."""
+    if not ready(check()):
+        raise StudyError(
+            "this machine cannot emulate hosts (thinwire lab --check says why): leave them out by --no-lab"
+        )
+    return make()
 
 
 def _news(curve: Curve, metric: str) -> str:
