@@ -37,7 +37,7 @@ class Bed:
 
 def step_times(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, Any]:
     """Median milliseconds of a step and bytes a host sends, by method; "infinite" is the network that costs nothing."""
-    result = _race(bed, methods, steps=steps, target=None, evaluate_every=steps + 1)
+    result = _race(bed, methods, steps=steps, target=None, evaluate_every=steps + 1, test_samples=10)
     figures: dict[str, Any] = {"infinite": {"ms": result.infinite_ms, "bytes": 0.0}}
     for log in result.logs:
         sent = [step.bytes_sent for step in log.steps if step.rank == 0][2:]
@@ -98,10 +98,10 @@ def _race(
     steps: int,
     target: float | None,
     evaluate_every: int,
-    test_samples: int | None = None,
+    test_samples: int,
 ) -> Result:
     recipe = get_recipe(bed.recipe)
-    plan = replace(_plan(bed, steps, evaluate_every), target=target, test_samples=test_samples, train_samples=100)
+    plan = replace(_plan(bed, steps, evaluate_every), target=target, test_samples=test_samples, train_samples=10)
     work = Work(bed.recipe, bed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
     place = Field(bed.hosts, bed.rate, "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:
