@@ -60,7 +60,7 @@ def study(workshop: Workshop) -> Study:
     lab = workshop.lab_part("mnist-steps", lambda: step_times(bed, list(LAB.values()), steps=8))
     translations = _translations(workshop)
     times = _translation_times(workshop, translations)
-    confirmed, proof = confirm(workshop, Trial(bed, "topk1", Codec(TopK(0.01), Bits(8)), 0.85, 120, 10))
+    confirmed, proof = confirm(workshop, Trial(bed, "topk1", Codec(TopK(0.01), Bits(8)), 0.85, 120, 10), lab)
     smaller = [] if workshop.full else ["Small scale: half an epoch of MNIST, one of translation, with the GRU alone."]
     claims = [*_digit_claims(digits, lab), *_translation_claims(translations, times), *confirmed]
     return Study(

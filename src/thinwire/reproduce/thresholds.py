@@ -53,7 +53,7 @@ def study(workshop: Workshop) -> Study:
     choosing = workshop.part("choosing", lambda: _choosing(_gradient(splits)))
     bed = Bed(RECIPE, workshop.data, hosts=WORKERS, rate="100mbit", batch=BATCH, lr=LR)
     lab = workshop.lab_part("step-times", lambda: step_times(bed, list(LAB.values()), steps=25))
-    confirmed, proof = confirm(workshop, Trial(bed, "dynamic", Codec(Dynamic()), 0.9, 600, 25))
+    confirmed, proof = confirm(workshop, Trial(bed, "dynamic", Codec(Dynamic()), 0.9, 600, 25), lab)
     seconds = {name: lab[method]["ms"] / 1e3 for name, method in LAB.items()} if lab else {}
     target = max(curves["dense"].test) - 0.005 if "dense" in curves else 1.0
     return Study(
