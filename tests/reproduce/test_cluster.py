@@ -1,6 +1,7 @@
 """The simulated cluster: the same numbers as real workers, and as itself after an interruption."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from thinwire.codec.codec import Codec
 from thinwire.codec.presets import codec_for
 from thinwire.recipes import get_recipe
-from thinwire.reproduce.cluster import Cluster, Gradients, Setting
+from thinwire.reproduce.cluster import Cluster, Diverged, Gradients, Setting
 from thinwire.reproduce.labs import Bed, end_to_end
 from thinwire.reproduce.runs import Curve, Goal, Probing, Simulation
 
@@ -65,9 +66,18 @@ def test_a_probe_changes_nothing() -> None:
 def test_a_rate_that_is_too_high_is_told() -> None:
     run = cluster(codec_for("topk1"))
     run.optimizer.param_groups[0]["lr"] = 1e30
-    with pytest.raises(ValueError, match="rate is too high"):
+    with pytest.raises(Diverged, match="rate is too high"):
         for _ in range(5):
             run.step()
+
+
+@pytest.mark.parametrize("codec", [None, codec_for("topk1")], ids=str)
+def test_a_run_that_diverges_ends_and_says_so(codec: Codec | None, tmp_path: Path) -> None:
+    wild = simulation(codec)
+    curve = replace(wild, setting=replace(wild.setting, lr=1e30)).run(tmp_path)
+    assert curve.diverged is not None and curve.reached is None
+    assert len(curve.step) == len(curve.test) == len(curve.objective) == len(curve.loss) >= 1
+    assert json.loads((tmp_path / "run.json").read_text())["curve"]["diverged"] == curve.diverged
 
 
 def simulation(codec: Codec | None, steps: int = 12) -> Simulation:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader, sum_frames
 from thinwire.codec.memory import MomentumResidual
-from thinwire.recipes.recipe import DataOrder, Recipe, Split
+from thinwire.errors import ThinwireError
+from thinwire.recipes.recipe import DataOrder, Recipe, Split, classify
 
 Gradients = dict[str, Tensor]
 # Sees all workers' gradients before they are encoded, next to the codecs that hold their memories.
@@ -43,6 +44,10 @@ class Stepped:
     loss: float
     bytes: float
     density: float
+
+
+class Diverged(ThinwireError):
+    """A step whose loss is not finite."""
 
 
 class Cluster:
@@ -79,7 +84,7 @@ class Cluster:
         else:
             stepped = self._encoded_step(probe)
         if not math.isfinite(stepped.loss):
-            raise ValueError(f"the loss is {stepped.loss} at step {self.done + 1}: the learning rate is too high")
+            raise Diverged(f"the loss is {stepped.loss} at step {self.done + 1}: the learning rate is too high")
         self.optimizer.step()
         self.done += 1
         return stepped
@@ -95,9 +100,9 @@ class Cluster:
 
     def _dense_step(self) -> Stepped:
         # The mean of equal batches' means is the mean of all: no need to tell the workers apart, one part a thread.
-        # Losses that are means over words, not samples, are averaged worker by worker as DDP would.
+        # Other losses may be means over words, not samples: they are averaged worker by worker, as DDP would.
         everyone = range(self.setting.workers)
-        equal = self.recipe.metric == "accuracy"
+        equal = self.recipe.loss is classify
         parts = [list(everyone[i :: self._threads]) for i in range(self._threads)] if equal else [[w] for w in everyone]
         parts = [part for part in parts if part]
         found = list(self._pool.map(self.gradients, parts))

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from thinwire.recipes.recipe import Recipe, Split, Splits
-from thinwire.reproduce.cluster import Cluster, Probe, Setting
+from thinwire.reproduce.cluster import Cluster, Diverged, Probe, Setting
 
 SAVE_SECONDS = 45.0  # between checkpoints: what an interruption costs at the most
+WORST = 1e9  # stands for losses that are larger or no number: a curve is plain data
 Watch = Callable[["Curve", int], None]
 
 
@@ -49,6 +50,7 @@ class Curve:
     packets: list[float] = field(default_factory=list)  # of 1448 bytes each, likewise
     density: float = 0.0  # mean over all steps
     reached: int | None = None  # the step that met the target
+    diverged: int | None = None  # the step whose loss was not finite, which ended the run
     seconds: float = 0.0  # of processor time that the simulation took
     notes: dict[str, Any] = field(default_factory=dict)  # what a probe found
 
@@ -106,7 +108,13 @@ class Simulation:
         sent, packets = (values[-1] if values else 0.0 for values in (curve.megabytes, curve.packets))
         while cluster.done < self.goal.max_steps and curve.reached is None:
             looks = probe is not None and cluster.done % probe.every == 0
-            stepped = cluster.step(probe.note(curve, cluster) if looks and probe is not None else None)
+            try:
+                stepped = cluster.step(probe.note(curve, cluster) if looks and probe is not None else None)
+            except Diverged:
+                curve.diverged = cluster.done + 1
+                if not curve.step:
+                    self._record(cluster, curve, [WORST], sent, packets)
+                break
             losses.append(stepped.loss)
             sent += stepped.bytes / 1e6
             packets += math.ceil(stepped.bytes / 1448)
@@ -114,20 +122,21 @@ class Simulation:
             if watch is not None:
                 watch(curve, cluster.done)
             if cluster.done % self.goal.evaluate_every == 0 or cluster.done == self.goal.max_steps:
-                curve.loss.append(sum(losses) / len(losses))
-                curve.megabytes.append(sent)
-                curve.packets.append(packets)
                 curve.seconds = before + time.process_time() - began
-                self._evaluate(cluster, curve)
+                self._record(cluster, curve, losses, sent, packets)
                 losses.clear()
                 if time.monotonic() - saved > SAVE_SECONDS:
                     self._save(cluster, curve, place)
                     saved = time.monotonic()
         return curve
 
-    def _evaluate(self, cluster: Cluster, curve: Curve) -> None:
+    def _record(self, cluster: Cluster, curve: Curve, losses: list[float], sent: float, packets: float) -> None:
+        """Evaluate, and add one entry to every list of the curve."""
         goal, recipe, model = self.goal, self.recipe, cluster.model
         curve.step.append(cluster.done)
+        curve.loss.append(min(sum(losses) / len(losses), WORST))
+        curve.megabytes.append(sent)
+        curve.packets.append(packets)
         found = {}
         for split, data, samples in (
             ("train", self.splits.train, goal.train_samples),
@@ -137,7 +146,8 @@ class Simulation:
                 found[split] = recipe.evaluate(model, data, samples)
                 getattr(curve, split).append(found[split])
         if goal.objective_samples:
-            curve.objective.append(objective(recipe, model, self.splits.train, goal.objective_samples))
+            value = objective(recipe, model, self.splits.train, goal.objective_samples)
+            curve.objective.append(value if value < WORST else WORST)  # a diverging run's may be anything
         if goal.target is not None and found[goal.split] >= goal.target:
             curve.reached = cluster.done
 

@@ -70,7 +70,8 @@ def epoch_claims(curves: dict[str, Curve]) -> list[Claim]:
     claims = []
     epochs = {n: c.reached / c.steps_per_epoch if c.reached else None for n, c in curves.items()}
     for name, value in epochs.items():
-        note = "" if value else f"not reached: {100 * max(curves[name].train):.2f} % at best"
+        end = f", diverged at step {curves[name].diverged}" if curves[name].diverged else ""
+        note = "" if value else f"not reached: {100 * max(curves[name].train):.2f} % at best{end}"
         claims.append(Claim(f"{name}: epochs to 99.5 %", PAPER_EPOCHS.get(name), value, "", value is not None, note))
     dense, thin = epochs.get("dense"), epochs.get("thinwire")
     if dense and thin:
@@ -160,7 +161,7 @@ def sweep_table(sweep: dict[str, dict[float, Curve]]) -> Table:
         row = {"Dropped": f"{dropped:g} %"}
         for words, found in sweep.items():
             curve = found.get(dropped)
-            row[f"Loss, {words}"] = number(curve.loss[-1]) if curve else "–"
+            row[f"Loss, {words}"] = "–" if curve is None else "diverged" if curve.diverged else number(curve.loss[-1])
             row[f"Train accuracy, {words}"] = f"{100 * curve.train[-1]:.1f} %" if curve else "–"
         rows.append(row)
     steps = max((c.step[-1] for found in sweep.values() for c in found.values()), default=0)
@@ -188,7 +189,9 @@ def sweep_figures(sweep: dict[str, dict[float, Curve]]) -> list[Figure]:
     series = []
     for words, found in sweep.items():
         kept = [d for d in DROPPED if d in found]
-        series.append(Series(words, [f"{d:g} %" for d in kept], [found[d].loss[-1] for d in kept]))
+        series.append(
+            Series(words, [f"{d:g} %" for d in kept], [None if found[d].diverged else found[d].loss[-1] for d in kept])
+        )
     return [Figure("Training loss by what is dropped", "dropped", "loss after the same steps", series, "bars")]
 
 
