@@ -42,8 +42,8 @@ def study(workshop: Workshop) -> Study:
     """Every threshold on the same network and data, and the time that choosing takes."""
     recipe = get_recipe(RECIPE)
     splits = workshop.load(recipe)
-    steps = 4000 if workshop.full else 450
-    goal = Goal(steps, steps // 25, train_samples=0, test_samples=2000)
+    steps, test = (4000, 4000) if workshop.full else (300, 1000)
+    goal = Goal(steps, steps // 20, train_samples=0, test_samples=test)
     curves = {}
     for name, selection in {"dense": None, **SELECTIONS}.items():
         setting = Setting(WORKERS, BATCH, LR, 0.0, Codec(selection) if selection is not None else None)
