@@ -57,10 +57,10 @@ def study(workshop: Workshop) -> Study:
     """MNIST in all variants, then translation."""
     digits = _digits(workshop)
     bed = Bed("mnist", workshop.data, hosts=WORKERS, rate="1gbit", batch=32, lr=0.05)
-    lab = workshop.lab_part("mnist-steps", lambda: step_times(bed, list(LAB.values()), steps=8))
+    lab = workshop.lab_part("mnist-steps", lambda: step_times(bed, list(LAB.values()), steps=16))
     translations = _translations(workshop)
     times = _translation_times(workshop, translations)
-    confirmed, proof = confirm(workshop, Trial(bed, "topk1", Codec(TopK(0.01), Bits(8)), 0.85, 120, 10), lab)
+    confirmed, proof = confirm(workshop, Trial(bed, "topk1", Codec(TopK(0.01), Bits(8)), 0.9, 200, 10), lab)
     smaller = [] if workshop.full else ["Small scale: half an epoch of MNIST, one of translation, with the GRU alone."]
     claims = [*_digit_claims(digits, lab), *_translation_claims(translations, times), *confirmed]
     return Study(
@@ -128,7 +128,7 @@ def _translation_times(workshop: Workshop, found: dict[str, dict[str, Curve]]) -
     for name in found:
         defaults = get_recipe(name).defaults
         bed = Bed(name, workshop.data, WORKERS, "1gbit", defaults.batch, defaults.lr)
-        lab = workshop.lab_part(f"{name}-steps", partial(step_times, bed, ["dense", "topk1"], steps=8))
+        lab = workshop.lab_part(f"{name}-steps", partial(step_times, bed, ["dense", "topk1"], steps=16))
         if lab:
             times[name] = lab
     return times
