@@ -122,6 +122,10 @@ class BitReader {
     word_ >>= n;
     held_ -= n;
   }
+  void drop(unsigned zeros, unsigned fixed, unsigned longer) {
+    word_ = word_ >> zeros >> fixed >> longer;
+    held_ -= zeros + fixed + longer;
+  }
   // The first byte that no bit has been taken from.
   const uint8_t* finish() const { return at_ - held_ / 8; }
   bool padding_is_zero() const { return (word_ & ((uint64_t(1) << (held_ % 8)) - 1)) == 0; }
@@ -172,6 +176,21 @@ bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const ch
   return true;
 }
 
+// How long the code of a remainder is: the shortest length, or one bit more from a cutoff of its first bits.
+struct Lengths {
+  const Code* decode;
+  unsigned shortest = 0;
+  uint64_t mask = 0, cutoff = 1;  // a factor of one: never longer
+  explicit Lengths(unsigned factor) : decode(truncated.decode[factor]) {
+    unsigned width = 0;
+    while ((1u << width) < factor) ++width;
+    if (!width) return;
+    shortest = width - 1;
+    mask = (uint64_t(1) << shortest) - 1;
+    cutoff = (uint64_t(1) << width) - factor;
+  }
+};
+
 // Gaps that one refill serves: as many as fit into 56 bits if none has more than `zeros` zeros, and more are rare.
 struct Batch {
   unsigned gaps, zeros;
@@ -187,7 +206,8 @@ template <class Position>
 size_t read_positions(uint8_t parameter, const uint8_t* in, const uint8_t* end, size_t n, uint64_t previous,
                       uint64_t numel, Position* out, const char** error) {
   const Divisor d = divisor_of(parameter);
-  const Code* codes = truncated.decode[d.factor];
+  const Lengths codes(d.factor);
+  const unsigned fixed = 1 + codes.shortest + d.shift;
   const Batch batch(d);
   const uint64_t low = (uint64_t(1) << d.shift) - 1;
   uint64_t next = previous + 1;  // the lowest place that the next entry can take
@@ -201,8 +221,10 @@ size_t read_positions(uint8_t parameter, const uint8_t* in, const uint8_t* end, 
       const unsigned zeros = unsigned(std::countr_zero(word | uint64_t(1) << 63));
       if ((careful = zeros > batch.zeros)) break;
       const uint64_t rest = word >> zeros >> 1;
-      const Code code = codes[rest & 7];
-      bits.drop(zeros + 1 + code.length + d.shift);
+      // The next gap waits for this length: compared, not looked up, for a table's answer would take longer.
+      const unsigned longer = (rest & codes.mask) >= codes.cutoff;
+      const Code code = codes.decode[rest & 7];
+      bits.drop(zeros, fixed, longer);
       // These gaps are below 2^50: the sum of a block's cannot wrap, so that one check after the last is enough.
       next += (uint64_t(zeros) * d.factor + code.bits) << d.shift | (rest >> code.length & low);
       out[i++] = Position(next++);

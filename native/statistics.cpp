@@ -106,10 +106,10 @@ Largest above_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_
 
 // A floor below which the wanted rank surely does not lie, from a few lines of the sample; 0 where all are wanted.
 uint32_t low_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, double density) {
-  constexpr uint64_t kFew = 4096;
-  const double share = 1.5 * density + 20.0 / kFew;
-  if (wanted < 8 * kFew || share > 0.5) return 0;
-  std::vector<uint32_t> few = above_floor(vectors, kFew, seed, 0).bits;
+  const uint64_t some = std::min<uint64_t>(wanted / 8, 4096);
+  const double share = 1.5 * density + 20.0 / double(some);
+  if (some < 512 || share > 0.5) return 0;
+  std::vector<uint32_t> few = above_floor(vectors, some, seed, 0).bits;
   const auto place = few.begin() + std::ptrdiff_t(share * double(few.size()));
   std::nth_element(few.begin(), place, few.end(), std::greater<>());
   return *place;

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_the_server_is_killed_and_resumes(guests: Party, tmp_path: Path) -> None
         assert worker.end()["stopped"] == "target"
 
 
-def test_a_cable_is_pulled_for_longer_than_the_timeout() -> None:
+def test_a_cable_is_pulled_for_ten_seconds() -> None:
     require_lab()
     lines: list[dict[str, Any]] = []
     changed = threading.Condition()
@@ -135,9 +136,11 @@ def test_a_cable_is_pulled_for_longer_than_the_timeout() -> None:
         workers = [lab.popen(i, command("work", address=address, slot=i), stdout=subprocess.DEVNULL) for i in (1, 2)]
         wait(lambda said: said.get("step", 0) >= 3)
         lab.cut(1)
+        healing = time.monotonic() + 10
         wait(lambda said: "step" in said and said["left"] >= 1)
         before = len(lines)
         wait(lambda said: len(lines) >= before + 3)  # the others go on
+        time.sleep(max(0.0, healing - time.monotonic()))
         lab.heal(1)
         end = wait(lambda said: "end" in said)
         assert server.wait(30) == 0

@@ -1,7 +1,8 @@
 """The codec's rows: each way of compressing, timed against a copy of the same tensor in the same moments.
 
 Residuals are in a steady state: every repetition starts from the residual that some steps at this density left.
-Everything that is timed takes turns with a copy, and the ratio is of the bests of both: they share the machine's moods.
+Everything that is timed takes turns with a copy, in several sittings a while apart, and the ratio is of the bests of
+both: they share the machine's moods, and a bad one does not last for all sittings.
 """
 
 import math
@@ -23,13 +24,18 @@ from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Affine
 
 DENSITIES = (0.1, 0.01, 0.001)
+SITTINGS = 2
 
 
 class Time(NamedTuple):
-    """Milliseconds, and their ratio to copying the tensor."""
+    """Seconds of the best run, and of the best copy of the tensor next to it."""
 
-    milliseconds: float | None
-    ratio_to_copy: float | None
+    best: float
+    copy: float
+
+    def and_then(self, other: "Time") -> "Time":
+        """The bests of two sittings."""
+        return Time(min(self.best, other.best), min(self.copy, other.copy))
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Stage:
             copy = min(copy, _timed(lambda: self.copied.copy_(self.gradients[0])))
             took = _timed(run)
             best, spent, turns = min(best, took), spent + took + copy, turns + 1
-        return Time(1e3 * best, best / copy)
+        return Time(best, copy)
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -117,15 +123,27 @@ def rivals(stage: Stage, density: float) -> dict[str, Way]:
     }
 
 
-def rival_row(stage: Stage, density: float, name: str, way: Way) -> Row:
-    """Time one of the other ways; positions take what their integers take."""
+class Entrant(NamedTuple):
+    """One way of compressing: runs again and again, and knows its row for a time."""
+
+    run: Callable[[], object]
+    reset: Callable[[], object]
+    row: Callable[[Time], Row]
+
+
+def rival(stage: Stage, density: float, name: str, way: Way) -> Entrant:
+    """One of the other ways; positions take what their integers take."""
+    stage.residual.copy_(stage.saved)
     size, kept = way()
-    took = stage.time(way, lambda: stage.residual.copy_(stage.saved))
-    return _row(name, stage.n, density, took, 8.0 * size, 8.0 * size - 32.0 * kept, kept)
+
+    def row(took: Time) -> Row:
+        return _row(name, stage.n, density, took, 8.0 * size, 8.0 * size - 32.0 * kept, kept)
+
+    return Entrant(way, lambda: stage.residual.copy_(stage.saved), row)
 
 
-def encode_row(stage: Stage, density: float, name: str, selection: Selection) -> tuple[Row, Frame]:
-    """Time thinwire's encode with `Residual` and `Bits(8)`, check and residual included."""
+def encoder(stage: Stage, density: float, name: str, selection: Selection) -> tuple[Entrant, list[Frame]]:
+    """thinwire's encode with `Residual` and `Bits(8)`, check and residual included; and the frames that it makes."""
     codec = Codec(selection, Bits(8))
     codec.encode({"w": stage.gradients[1]})
     residual = codec.held("w")["residual"]
@@ -134,21 +152,25 @@ def encode_row(stage: Stage, density: float, name: str, selection: Selection) ->
     def run() -> None:
         frames[:] = [codec.encode({"w": stage.gradients[0]})]
 
-    took = stage.time(run, lambda: residual.copy_(stage.saved))
-    return frame_row(f"encode {name}", stage.n, density, frames[0], Bits(8), took), frames[0]
+    def row(took: Time) -> Row:
+        return frame_row(f"encode {name}", stage.n, density, frames[0], Bits(8), took)
+
+    return Entrant(run, lambda: residual.copy_(stage.saved), row), frames
 
 
-def decode_row(stage: Stage, density: float, frame: Frame) -> Row:
-    """Time validating a frame and adding it to a gradient."""
+def decoder(stage: Stage, density: float, frames: list[Frame]) -> Entrant:
+    """Validating a frame and adding it to a gradient."""
     out = torch.zeros(stage.n)
 
     def run() -> None:
-        FrameReader(frame, [stage.n]).add_to([out], 0.5)
+        FrameReader(frames[0], [stage.n]).add_to([out], 0.5)
 
-    return frame_row("decode and add", stage.n, density, frame, Bits(8), stage.time(run, lambda: None))
+    return Entrant(
+        run, lambda: None, lambda took: frame_row("decode and add", stage.n, density, frames[0], Bits(8), took)
+    )
 
 
-def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: Time) -> Row:
+def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: Time | None) -> Row:
     """The bits of a frame of one tensor: what is neither value nor scale counts as index."""
     (count,) = frame.counts
     full, rest = divmod(count, _native.BLOCK)
@@ -157,35 +179,46 @@ def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, t
     return _row(name, n, density, took, 8.0 * len(frame), 8.0 * (len(frame) - stored), count)
 
 
-def _row(name: str, n: int, density: float, took: Time, bits: float, index: float, kept: int) -> Row:
+def _row(name: str, n: int, density: float, took: Time | None, bits: float, index: float, kept: int) -> Row:
     each, share = index / max(kept, 1), kept / n
-    return Row(name, n, density, took.ratio_to_copy, bits / n, each, entropy_bits(share), took.milliseconds, share)
+    ratio, milliseconds = (took.best / took.copy, 1e3 * took.best) if took is not None else (None, None)
+    return Row(name, n, density, ratio, bits / n, each, entropy_bits(share), milliseconds, share)
 
 
 def two_bit_row(gradient: Tensor, density: float) -> Row:
     """The size of a frame with two bits a value."""
     frame = Codec(TopK(density, exact=True), Bits(2)).encode({"w": gradient})
-    return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), Time(None, None))
+    return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), None)
 
 
 def steps_of(n: int) -> int:
-    """How many rows a size has, for the progress bar."""
-    return len(DENSITIES) * 12 + 1
+    """How often something is timed, for the progress bar."""
+    return len(DENSITIES) * SITTINGS * 12
 
 
-def rows_of(n: int, seconds: float) -> Iterator[Row]:
-    """All rows of one size, as they are measured."""
-    stage = Stage(n, seconds)
+def rows_of(n: int, seconds: float, advance: Callable[[float], None] = lambda density: None) -> Iterator[Row]:
+    """All rows of one size; `advance` hears of each sitting's density when a way has been timed in it."""
+    stage = Stage(n, seconds / SITTINGS)
     for density in DENSITIES:
         stage.settle(density)
-        for name, way in rivals(stage, density).items():
-            stage.residual.copy_(stage.saved)
-            yield rival_row(stage, density, name, way)
-        sent = None
-        for name, selection in selections(stage, density).items():
-            row, frame = encode_row(stage, density, name, selection)
-            sent = frame if name == "TopK exact" else sent
-            yield row
-        assert sent is not None
-        yield decode_row(stage, density, sent)
+        entrants = _entrants(stage, density)
+        times: list[Time | None] = [None] * len(entrants)
+        for _ in range(SITTINGS):
+            for i, entrant in enumerate(entrants):
+                took, before = stage.time(entrant.run, entrant.reset), times[i]
+                times[i] = took if before is None else before.and_then(took)
+                advance(density)
+        for entrant, best in zip(entrants, times, strict=True):
+            assert best is not None
+            yield entrant.row(best)
     yield two_bit_row(stage.gradients[0], 0.01)
+
+
+def _entrants(stage: Stage, density: float) -> list[Entrant]:
+    entrants = [rival(stage, density, name, way) for name, way in rivals(stage, density).items()]
+    sent: list[Frame] = []
+    for name, selection in selections(stage, density).items():
+        entrant, frames = encoder(stage, density, name, selection)
+        entrants.append(entrant)
+        sent = frames if name == "TopK exact" else sent
+    return [*entrants, decoder(stage, density, sent)]

@@ -193,15 +193,20 @@ def _stragglers(runs: list[Trial], bars: dict[str, Any]) -> list[dict[str, Any]]
     return rows
 
 
-def _policies(runs: list[Trial], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    said = _run(3, "100mbit", runs, "policies")
-    rows = []
+def policy_steps(hosts: int, rate: str, runs: list[Trial]) -> dict[str, float]:
+    """Milliseconds of a step of each run, the first two left out."""
+    said = _run(hosts, rate, runs, "policies")
+    found = {}
     for run in runs:
         at = sorted(s["applied"] for kind, s in said if kind == "APPLIED" and s["run"] == run.name)[2:]
-        rows.append({"run": run.name, "step": 1e3 * (at[-1] - at[0]) / (len(at) - 1)})
-    step = {row["run"]: row["step"] for row in rows}
+        found[run.name] = 1e3 * (at[-1] - at[0]) / (len(at) - 1)
+    return found
+
+
+def _policies(runs: list[Trial], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    step = policy_steps(3, "100mbit", runs)
     bars["stalest or forward against fifo"] = step["fifo"] / min(step["stalest"], step["forward"]), 1.0
-    return rows
+    return [{"run": name, "step": milliseconds} for name, milliseconds in step.items()]
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:

@@ -50,7 +50,7 @@ def wide() -> nn.Module:
 
 def slow_first() -> nn.Module:
     """Eight equal layers of 1 MB, the first slow to compute."""
-    layers = [Slow(512, 0.25), *(Slow(512, 0.005) for _ in range(7))]
+    layers = [Slow(512, 0.5), *(Slow(512, 0.005) for _ in range(7))]
     return nn.Sequential(*layers, nn.Linear(512, 10))
 
 

@@ -50,9 +50,11 @@ def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("bench codec", total=sum(steps_of(n) for n in sizes) + 2)
         for n in sizes:
-            for row in rows_of(n, seconds):
-                rows.append(row)
-                progress.update(task, advance=1, description=f"n = {n:,} at {row.density:.1%}")
+
+            def advance(density: float, n: int = n) -> None:
+                progress.update(task, advance=1, description=f"n = {n:,} at {density:.1%}")
+
+            rows += rows_of(n, seconds, advance)
         largest = max(sizes)
         progress.update(task, description="densities")
         bars = from_rows(rows, largest) + density_bars(min(largest, 4_000_000))

@@ -68,6 +68,7 @@ class Codec:
         self.step = 0
         self._slots: dict[str, dict[str, Tensor]] = {}
         self._learned: dict[str, dict[str, float]] = {}
+        self._reserves: tuple[tuple[int, ...], list[int]] = ((), [])  # the last answer: sizes seldom change
 
     def __repr__(self) -> str:
         return (
@@ -103,7 +104,7 @@ class Codec:
             raise ValueError(f"a step counts from 0, not {step}")
         active = {name: self._checked(name, t) for name, t in tensors.items() if name not in hold}
         for name, gradient in active.items():
-            if not _finite(gradient):
+            if not finite(gradient):
                 return name
         at = self.step if step is None else step
         self.step = at + 1
@@ -176,16 +177,20 @@ class Codec:
         for i, (vector, choice) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
             counts[batch.sections[i]] = put(writer, self.place(batch, i, reserves[i]), vector, choice)
         self.learn(batch)
-        length = writer.finish(0)
-        return Frame(buffer[:length].clone(), counts=tuple(counts))
+        data = buffer[: writer.finish(0)]
+        # A bound leaves most of its buffer unused, a budget little: only that may live as long as the frame.
+        return Frame(data.clone() if budget is None else data, counts=tuple(counts))
 
     def reserves(self, sizes: Sequence[int]) -> list[int]:
         """Bytes to keep free at each section, so that later ones find room for headers and for whole tensors."""
-        reserves, later = [], 0
-        for n in reversed(sizes):
-            reserves.append(later)
-            later += self._section_bound(n, 0)
-        return reserves[::-1]
+        key = (isinstance(self.selection, RandomK), *sizes)
+        if self._reserves[0] != key:
+            reserves, later = [], 0
+            for n in reversed(sizes):
+                reserves.append(later)
+                later += self._section_bound(n, 0)
+            self._reserves = key, reserves[::-1]
+        return self._reserves[1]
 
     def _section_bound(self, n: int, count: int) -> int:
         """Bytes that a tensor takes with up to `count` entries, or all if it is small."""
@@ -296,7 +301,8 @@ class Codec:
                 raise ValueError(f"{name}: the state's {slot} holds a value that is not finite")
 
 
-def _finite(tensor: Tensor) -> bool:
+def finite(tensor: Tensor) -> bool:
+    """Whether every element of a contiguous tensor is finite."""
     if tensor.device.type != "cpu":
         return bool(tensor.isfinite().all())
     return _native.all_finite(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel())

@@ -134,6 +134,7 @@ def slack(codec: Codec, numels: list[int]) -> int:
 
 def padded(frame: Frame, size: int) -> Tensor:
     """The frame's bytes followed by zeros."""
-    message = frame.data.new_zeros(size)
+    message = frame.data.new_empty(size)
     message[: len(frame)] = frame.data
+    message[len(frame) :].zero_()
     return message

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.codec.frame import FrameReader
+from thinwire.codec.codec import finite
+from thinwire.codec.frame import FrameReader, sum_frames
 from thinwire.server.layers import Layout, flat, trained
 from thinwire.server.lossy import Arrived
 
@@ -82,15 +83,12 @@ class Aggregator:
         if not slots:
             return 0
         gradients = self._gradients[part]
-        for gradient in gradients:
-            gradient.zero_()
-        for slot in slots:
-            frames[slot].add_to(gradients)
+        _add_up([frames[slot] for slot in slots], gradients)
         if self._reduce == "mean":
             share = len(slots) if workers is None else max(workers, 1)
             for gradient in gradients:
                 gradient.div_(share)
-        if not all(gradient.isfinite().all() for gradient in gradients):
+        if not all(finite(gradient) for gradient in gradients):
             log.warning("the gradients of a step add up to more than a float32 holds: they are left out")
             return 0
         # One step of the optimizer on this part: it passes over parameters without a gradient.
@@ -100,6 +98,18 @@ class Aggregator:
         for unit in self._units[part]:
             unit.grad = None
         return len(slots)
+
+
+def _add_up(frames: list[FrameReader | Arrived], outs: list[Tensor]) -> None:
+    """The sum of all frames, in their order."""
+    whole = [frame for frame in frames if isinstance(frame, FrameReader)]
+    if len(whole) == len(frames):
+        sum_frames(whole, outs)
+        return
+    for out in outs:
+        out.zero_()
+    for frame in frames:
+        frame.add_to(outs)
 
 
 def _replace(optimizer: torch.optim.Optimizer, cut: dict[int, list[nn.Parameter]]) -> None:

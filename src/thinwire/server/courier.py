@@ -72,6 +72,7 @@ class Courier:
         self.restored = 0.0  # sum of the magnitudes that were lost on the way and returned to the memory
         self._spoken = self._asked = 0.0
         self._beats = 0  # since anything was heard
+        self._taken = 0  # bytes of answers, since the server was told last
         self._heard = time.monotonic()
         self._ending = False
         self.session: Session | None = None
@@ -144,7 +145,7 @@ class Courier:
             raise ServerError(f"nothing was heard of the server for {patience:g} s: is it still running?")
 
     def _raise(self) -> None:
-        if self.error is not None:
+        if self.error is not None and self.stopped is None:  # a server that has ended training may be gone
             raise self.error
 
     # The thread
@@ -179,6 +180,9 @@ class Courier:
             self.received += sum(map(len, parts))
             self._heard, self._beats = time.monotonic(), 0
             self._handle(parse(parts))
+        if self._taken and self.session is not None:  # one word for all that came together
+            self._send(Message(Kind.GOT, self.session.number, number=self._taken))
+        self._taken = 0
 
     def _beat_every(self, session: Session) -> float:
         usual = session.timeout / 4
@@ -311,6 +315,7 @@ class Courier:
         if self._named is None:
             self._named = self.codec = session.codec()
         log.info("joined the server as worker %d at step %d", session.slot, session.first)
+        self._taken = 0  # of the session before
         with self._changed:
             self._gradients.clear()
             self.session, self.lost = session, True
@@ -360,7 +365,7 @@ class Courier:
         self.pace.answered(message.clock)
         whole, lossy = message.kind is Kind.WHOLE, self._connection.piece_bytes is not None
         size = self.copies.take(session.layout, layer, part, message.body, whole=whole, lossy=lossy)
-        self._send(Message(Kind.GOT, session.number, number=size))
+        self._taken += size
         before = session.editions[layer][part]
         session.editions[layer][part] = message.number
         with self._changed:

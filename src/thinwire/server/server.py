@@ -108,6 +108,14 @@ class Server:
         self.views = Views(self.layout, self._aggregator.values, self.codec, start)
         self._open_answers()
         self._on_step, self._on_figures = on_step, on_figures
+        self._handlers: dict[Kind, Callable[[Member, Message], None]] = {
+            Kind.PUSH: self._on_push,
+            Kind.PULL: self._on_pull,
+            Kind.GOT: lambda member, message: self._answers.got(member, message.number),
+            Kind.BEAT: self._on_beat,
+            Kind.BUFFERS: self._on_buffers,
+            Kind.BYE: self._on_bye,
+        }
         self.started = False
         self._sessions = secrets.randbits(30)  # a restarted server must not give a session out again
         self._lost: list[Member] = []  # a message to them could not be sent
@@ -251,17 +259,10 @@ class Server:
             self._forget(peer, message.session, "messages were lost on the way")
             return
         member.received += size
-        handlers: dict[Kind, Callable[[Member, Message], None]] = {
-            Kind.PUSH: self._on_push,
-            Kind.PULL: self._on_pull,
-            Kind.GOT: lambda member, message: self._answers.got(member, message.number),
-            Kind.BEAT: self._on_beat,
-            Kind.BUFFERS: self._on_buffers,
-            Kind.BYE: self._on_bye,
-        }
-        if message.kind not in handlers:
+        handler = self._handlers.get(message.kind)
+        if handler is None:
             raise MessageError(f"a worker does not send a {message.kind.name}")
-        handlers[message.kind](member, message)
+        handler(member, message)
 
     def _forget(self, peer: Peer, session: int, reason: str) -> None:
         self._send(peer, with_json(Kind.AGAIN, session, reason=reason))

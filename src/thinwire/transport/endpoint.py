@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from thinwire.transport.base import LARGEST
+from thinwire.transport.base import LARGEST, Buffer
 from thinwire.transport.gate import Gate
 from thinwire.transport.limits import MOST_PARTS
 
@@ -27,6 +27,15 @@ LINGER_MS = 1000
 HANDSHAKES = zmq.Event.HANDSHAKE_SUCCEEDED | (
     zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 )
+
+
+# A small part as it is, or a large one that ZeroMQ reads where it lies.
+Sendable = Buffer | zmq.Frame
+
+
+def sendable(part: Buffer) -> Sendable:
+    """A part in the form that is cheapest to send."""
+    return part if len(part) < COPIED else zmq.Frame(part, track=True, copy=False, copy_threshold=COPIED)
 
 
 class Outbox:
@@ -42,12 +51,15 @@ class Outbox:
             self._bytes -= self._parts.popleft()[1]
         return not self._parts or self._bytes + size <= LARGEST
 
-    def add(self, frames: Sequence[zmq.Frame]) -> None:
+    def add(self, frames: Sequence[Sendable]) -> None:
         """Count parts that are on their way now; small ones were copied and ZeroMQ's own limit holds for them."""
         for frame in frames:
-            if not frame.tracker.done:
+            if isinstance(frame, zmq.Frame) and not frame.tracker.done:
                 self._parts.append((frame.tracker, len(frame)))
                 self._bytes += len(frame)
+
+
+_MORE = zmq.DONTWAIT | zmq.SNDMORE
 
 
 class Endpoint:
@@ -88,14 +100,13 @@ class Endpoint:
         self._gate = Gate(self._context, folder)
         self._gate.guard(self.socket)
 
-    def send(self, frames: Sequence[zmq.Frame | bytes]) -> bool:
+    def send(self, frames: Sequence[Sendable]) -> bool:
         """Queue one message; False if its peer is unknown or its queue is full."""
-        flags = zmq.DONTWAIT
         try:
             # Only the first part can fail: ZeroMQ takes the rest of a message whose beginning it took.
             for frame in frames[:-1]:
-                self.socket.send(frame, flags | zmq.SNDMORE, copy=False)
-            self.socket.send(frames[-1], flags, copy=False)
+                self.socket.send(frame, _MORE, copy=not isinstance(frame, zmq.Frame))
+            self.socket.send(frames[-1], zmq.DONTWAIT, copy=not isinstance(frames[-1], zmq.Frame))
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -130,10 +141,9 @@ class Endpoint:
 
     def handshakes(self) -> Iterator[tuple[int, int]]:
         """Handshakes that ended since the last call: (event, its value)."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                message = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
-                yield int(message["event"]), int(message["value"])
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            message = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
+            yield int(message["event"]), int(message["value"])
 
     def wake(self) -> None:
         """End a `wait` under way, or the next one. For any thread, at any time."""

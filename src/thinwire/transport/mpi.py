@@ -23,6 +23,7 @@ T = TypeVar("T")
 SERVER = 0
 LINGER = 1.0  # seconds
 RANK_BYTES = 4
+EVERYBODY = bytes(NAME_BYTES)  # the name on the server's goodbye
 _open = False
 
 
@@ -84,13 +85,13 @@ class _Side:
     def wake(self) -> None:
         self._mailbox.wake()
 
-    def _close(self, goodbyes: Iterable[Peer]) -> None:
+    def _close(self, goodbyes: Iterable[int], name: bytes) -> None:
         global _open
         if self._closed:
             return
         self._closed = True
-        for peer in goodbyes:
-            self._mailbox.send(rank_of(peer), goodbye(peer[RANK_BYTES:]))
+        for rank in goodbyes:
+            self._mailbox.send(rank, goodbye(name))
         self._mailbox.close(LINGER)
         _open = False
 
@@ -100,7 +101,7 @@ class MpiListener(_Side, Listener):
 
     def __init__(self) -> None:
         super().__init__(server=True)
-        self._peers: set[Peer] = set()
+        self._peers: dict[int, Peer] = {}  # by rank: the connection that it has now
 
     @property
     def address(self) -> str:
@@ -113,21 +114,21 @@ class MpiListener(_Side, Listener):
         found = []
         for peer, parts in self._messages():
             if parts:
-                self._peers.add(peer)
+                self._peers[rank_of(peer)] = peer
                 found.append((peer, parts))
-            else:
-                self._peers.discard(peer)
+            elif self._peers.get(rank_of(peer)) == peer:
+                del self._peers[rank_of(peer)]
         return found
 
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
         data = pack(peer[RANK_BYTES:], parts)
-        return peer in self._peers and self._mailbox.send(rank_of(peer), data)
+        return self._peers.get(rank_of(peer)) == peer and self._mailbox.send(rank_of(peer), data)
 
     def forget(self, peer: Peer) -> None:
-        self._peers.discard(peer)
+        """Nothing is kept but a name for each rank, which its goodbye removes; until then it can be reached."""
 
     def close(self) -> None:
-        self._close(self._peers)
+        self._close(range(1, MPI.COMM_WORLD.Get_size()), EVERYBODY)  # also to those that never spoke
 
 
 class MpiConnection(_Side, Connection):
@@ -137,17 +138,22 @@ class MpiConnection(_Side, Connection):
         super().__init__(server=False)
         # Answers to an earlier connection of this process must not be taken for answers to this one.
         self._name = os.urandom(NAME_BYTES)
-        self._ended = False  # the server: it will not read what is sent to it now
+        self._ended = False  # the server, which over MPI cannot come back
 
     def poll(self, timeout: float) -> list[Parts]:
-        return _poll(self._mailbox, self._arrived, timeout)
+        found = _poll(self._mailbox, self._arrived, 0.0 if self._ended else timeout)
+        if self._ended and not found:
+            raise TransportError("the server, rank 0 of this MPI job, has ended")
+        return found
 
     def _arrived(self) -> list[Parts]:
-        found = []
+        found: list[Parts] = []
         for peer, parts in self._messages():
-            if peer[RANK_BYTES:] == self._name and rank_of(peer) == SERVER:
-                self._ended |= not parts
+            if rank_of(peer) == SERVER and peer[RANK_BYTES:] == (self._name if parts else EVERYBODY):
                 found += [parts] if parts else []
+                if not parts:
+                    self._ended = True
+                    self._mailbox.wake()  # nothing more comes: no reason to wait for it
         return found
 
     def send(self, parts: Sequence[Buffer]) -> None:
@@ -156,5 +162,4 @@ class MpiConnection(_Side, Connection):
             raise TransportError("too much is queued for the server, rank 0, which does not read it")
 
     def close(self) -> None:
-        server = SERVER.to_bytes(RANK_BYTES, "big") + self._name
-        self._close(() if self._ended else (server,))
+        self._close(() if self._ended else (SERVER,), self._name)

@@ -13,7 +13,7 @@ import zmq
 
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer, Connection, Listener, Parts, Peer
-from thinwire.transport.endpoint import COPIED, Endpoint, Outbox
+from thinwire.transport.endpoint import Endpoint, Outbox, Sendable, sendable
 from thinwire.transport.keys import Keys
 from thinwire.transport.limits import acceptable, views
 
@@ -28,8 +28,8 @@ PERSISTENT = 5
 Folder = str | os.PathLike[str]
 
 
-def _frames(parts: Sequence[Buffer]) -> list[zmq.Frame]:
-    return [zmq.Frame(view, track=True, copy=False, copy_threshold=COPIED) for view in views(parts)]
+def _frames(parts: Sequence[Buffer]) -> list[Sendable]:
+    return [sendable(view) for view in views(parts)]
 
 
 class TcpListener(Listener):

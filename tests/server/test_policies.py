@@ -1,0 +1,28 @@
+"""The model of the scheduler against the real server: they must agree on which policy wins."""
+
+from thinwire.bench.server import Trial, policy_steps
+from thinwire.lab.testing import require_lab
+from thinwire.server.case import Case, even_slices
+from thinwire.server.simulate import compare
+from thinwire.server.times import LayerTimes
+
+RATE = 100e6
+# As in the benchmark's model: eight layers of 512 x 512 whose first takes half a second, and a small one.
+LAYERS = tuple(
+    LayerTimes(f"{n}", 0.5 if n == 0 else 0.005, 0.001, 8.0 * 4 * elements / RATE)
+    for n, elements in enumerate([512 * 513] * 8 + [5130])
+)
+
+
+def test_model_and_server_agree_that_a_slow_first_layer_must_not_wait() -> None:
+    """The model says forward is over 1.3 times as fast as fifo: far enough apart for the busiest machine to show it."""
+    require_lab()
+    case = Case(LAYERS, workers=1, iterations=6, slices=even_slices(LAYERS, 4))
+    fifo, forward = (outcome.makespan for outcome in compare(case, ("fifo", "forward")))
+    assert fifo > 1.3 * forward
+    runs = [
+        Trial(policy, policy=policy, model="slow_first", workers=1, push="dense", pull="dense", steps=6)
+        for policy in ("fifo", "forward")
+    ]
+    measured = policy_steps(2, "100mbit", runs)
+    assert measured["fifo"] > measured["forward"], measured
