@@ -20,6 +20,7 @@ from thinwire.race.train_command import train_command
 from thinwire.race.work_command import work_command
 from thinwire.recipes.command import recipes
 from thinwire.report.command import report
+from thinwire.reproduce.command import reproduce_command
 from thinwire.transport.command import app as keys
 
 app = typer.Typer(
@@ -58,6 +59,7 @@ def _root(
 
 app.command("race")(race_command)
 app.command("advise")(advise_command)
+app.command("reproduce")(reproduce_command)
 app.command("train")(train_command)
 app.command("serve")(serve_command)
 app.command("work")(work_command)

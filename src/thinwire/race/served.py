@@ -46,6 +46,7 @@ class Terms:
     reduce: Literal["mean", "sum"] = "mean"
     policy: str = "forward"
     overlap: bool = True
+    phased: bool = False  # as SparsifyGradients did: whole layers, and no model goes back before all gradients came
     save_every: int = 100
     timeout: float = 10.0
     transport: str = "tcp"
@@ -95,6 +96,8 @@ class Serving:
             reduce=terms.reduce,
             policy=terms.policy,
             on_loss=terms.on_loss,
+            phased=terms.phased,
+            cut=0 if terms.phased else None,
             expect=terms.workers,
             recipe=recipe.name,
             timeout=terms.timeout,

@@ -16,9 +16,17 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def fill(
-    name: str, *, title: str, verdict: str, facts: Pairs, table: Sequence[Row], runs: Pairs, data: Mapping[str, Any]
+    name: str,
+    *,
+    title: str,
+    verdict: str,
+    facts: Pairs,
+    table: Sequence[Row],
+    runs: Pairs,
+    data: Mapping[str, Any],
+    more: Mapping[str, str] | None = None,
 ) -> str:
-    """One self-contained page from the template `name`.html and its script `name`.js."""
+    """One self-contained page from the template `name`.html and its script `name`.js; `more` is markup by name."""
     from plotly.offline import get_plotlyjs
 
     here = resources.files("thinwire.report")
@@ -27,20 +35,22 @@ def fill(
         "TITLE": escape(title),
         "VERDICT": escape(verdict),
         "FACTS": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts),
-        "TABLE": _table(table),
+        "TABLE": table_of(table),
         "RUNS": "".join(f"<dt>{escape(k)}</dt><dd><pre>{escape(v)}</pre></dd>" for k, v in runs),
         "STYLE": (here / "page.css").read_text(encoding="utf-8"),
         # A log is foreign text: without "<" it cannot end the script element that holds it.
         "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         "SCRIPT": "".join(scripts),
         "PLOTLY": get_plotlyjs(),
+        **(more or {}),
     }
     template = (here / f"{name}.html").read_text(encoding="utf-8")
     pieces = template.split("@@")  # text and names take turns, so nothing inserted is searched again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 
-def _table(rows: Sequence[Row]) -> str:
+def table_of(rows: Sequence[Row]) -> str:
+    """Rows as an HTML table, the headings from the first."""
     if not rows:
         return ""
     headings = list(rows[0])

@@ -1,0 +1,163 @@
+"""Cluster: all workers of a data-parallel training in one process, exactly, with the codecs of production.
+
+There is one model. A step computes every worker's gradient on it in turn, encodes it with that worker's own codec
+and averages the frames as `Gather` does, in the order of the ranks; only the memories exist once per worker.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codec.codec import Codec
+from thinwire.codec.frame import Frame, FrameReader, sum_frames
+from thinwire.codec.memory import MomentumResidual
+from thinwire.errors import ThinwireError
+from thinwire.recipes.recipe import DataOrder, Recipe, Split, classify
+
+Gradients = dict[str, Tensor]
+# Sees all workers' gradients before they are encoded, next to the codecs that hold their memories.
+Probe = Callable[[list[Gradients], list[Codec]], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a cluster trains; the codec is None for dense."""
+
+    workers: int
+    batch: int
+    lr: float
+    momentum: float = 0.0
+    codec: Codec | None = None
+    dense_steps: int = 0  # the first steps send everything, as Aji and Heafield's code does
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one step was: the workers' mean loss, and of a worker's message the mean bytes and share of entries."""
+
+    loss: float
+    bytes: float
+    density: float
+
+
+class Diverged(ThinwireError):
+    """A step whose loss is not finite."""
+
+
+class Cluster:
+    """A model and all its workers; `step` advances them by one."""
+
+    def __init__(self, recipe: Recipe, train: Split, setting: Setting, *, threads: int = 2) -> None:
+        self.recipe, self.setting, self._train = recipe, setting, train
+        self.model = recipe.build(setting.seed)
+        # DGC applies the momentum before sending: the optimizer must not apply it again.
+        ours = setting.codec is not None and isinstance(setting.codec.memory, MomentumResidual)
+        self.optimizer = recipe.optimizer(self.model, lr=setting.lr, momentum=0.0 if ours else setting.momentum)
+        self.order = DataOrder(len(train), batch=setting.batch, workers=setting.workers, seed=setting.seed)
+        self.codecs = [setting.codec.fresh() for _ in range(setting.workers)] if setting.codec is not None else []
+        self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.numels = [p.numel() for p in self.parameters]
+        self.done = 0
+        self.frames: list[Frame] = []  # of the last step, by worker
+        # Dropout draws from the one generator of the process, so that workers with dropout take turns.
+        draws = any(isinstance(module, nn.Dropout) for module in self.model.modules())
+        self._threads = 1 if draws else threads
+        # The number of threads of torch's operations is set per thread: as many as there are, or one for each.
+        inner = threads if draws else 1
+        self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(inner,))
+
+    def close(self) -> None:
+        """Let go of the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def step(self, probe: Probe | None = None) -> Stepped:
+        """One step of all workers."""
+        if not self.codecs or (self.done < self.setting.dense_steps and probe is None):
+            stepped = self._dense_step()
+        else:
+            stepped = self._encoded_step(probe)
+        if not math.isfinite(stepped.loss):
+            raise Diverged(f"the loss is {stepped.loss} at step {self.done + 1}: the learning rate is too high")
+        self.optimizer.step()
+        self.done += 1
+        return stepped
+
+    def gradients(self, workers: Sequence[int]) -> tuple[float, Gradients]:
+        """Mean loss and mean gradient of some workers' batches, as one batch."""
+        if self._threads == 1:
+            torch.manual_seed((self.setting.seed * 1_000_003 + self.done + 1) * 4099 + workers[0])
+        samples = [sample for worker in workers for sample in self.order.at(self.done, worker)]
+        loss = self.recipe.loss(self.model, self._train.batch(samples))
+        found = torch.autograd.grad(loss, self.parameters)
+        return float(loss.detach()), dict(zip(self.names, found, strict=True))
+
+    def _dense_step(self) -> Stepped:
+        # The mean of equal batches' means is the mean of all: no need to tell the workers apart, one part a thread.
+        # Other losses may be means over words, not samples: they are averaged worker by worker, as DDP would.
+        everyone = range(self.setting.workers)
+        equal = self.recipe.loss is classify
+        parts = [list(everyone[i :: self._threads]) for i in range(self._threads)] if equal else [[w] for w in everyone]
+        parts = [part for part in parts if part]
+        found = list(self._pool.map(self.gradients, parts))
+        shares = [len(part) / self.setting.workers for part in parts]
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            total = found[0][1][name] * shares[0]
+            for share, (_, gradients) in zip(shares[1:], found[1:], strict=True):
+                total.add_(gradients[name], alpha=share)
+            parameter.grad = total
+        loss = sum(share * loss for share, (loss, _) in zip(shares, found, strict=True))
+        return Stepped(loss, 4.0 * sum(self.numels), 1.0)
+
+    def _encoded_step(self, probe: Probe | None) -> Stepped:
+        workers = range(self.setting.workers)
+        if probe is not None:
+            found = list(self._pool.map(lambda worker: self.gradients([worker]), workers))
+            probe([gradients for _, gradients in found], self.codecs)
+            sent = [(loss, self._encode(worker, g)) for worker, (loss, g) in zip(workers, found, strict=True)]
+        else:
+            sent = list(self._pool.map(self._compute_and_encode, workers))
+        self.frames = [frame for _, frame in sent]
+        readers = [FrameReader(frame, self.numels) for frame in self.frames]
+        outs = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self.parameters]
+        if any(reader.non_finite for reader in readers):
+            return Stepped(math.nan, 0.0, 0.0)
+        sum_frames(readers, outs, 1.0 / len(workers))
+        for parameter, out in zip(self.parameters, outs, strict=True):
+            parameter.grad = out
+        count = len(workers)
+        kept = sum(sum(frame.counts) for _, frame in sent)
+        loss = sum(loss for loss, _ in sent) / count
+        return Stepped(loss, sum(len(frame) for _, frame in sent) / count, kept / count / sum(self.numels))
+
+    def _compute_and_encode(self, worker: int) -> tuple[float, Frame]:
+        loss, gradients = self.gradients([worker])
+        return loss, self._encode(worker, gradients)
+
+    def _encode(self, worker: int, gradients: Gradients) -> Frame:
+        return self.codecs[worker].encode(gradients, step=self.done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {
+            "step": self.done,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "codecs": [codec.state_dict() for codec in self.codecs],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken."""
+        if len(state["codecs"]) != len(self.codecs):
+            raise ValueError(f"the state is of {len(state['codecs'])} codecs, the cluster has {len(self.codecs)}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for codec, held in zip(self.codecs, state["codecs"], strict=True):
+            codec.load_state_dict(held)
+        self.done = int(state["step"])

@@ -1,0 +1,111 @@
+"""The command `thinwire reproduce`: one paper's claims, run again, as JSON, page and picture."""
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thinwire.reproduce import STUDIES
+
+if TYPE_CHECKING:
+    from thinwire.reproduce.study import Study
+
+
+def reproduce_command(
+    name: Annotated[str | None, typer.Argument(help=f"A study: {', '.join(STUDIES)}.")] = None,
+    scale: Annotated[str, typer.Option(help="small: minutes on two cores; full: the paper's size.")] = "small",
+    data: Annotated[Path | None, typer.Option(help="Folder with the data sets; default: download them.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results, pages and pictures.")] = Path("results"),
+    work: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints and finished parts; default: OUT/work.")
+    ] = None,
+    lab: Annotated[bool, typer.Option(help="Measure on emulated hosts too.")] = True,
+    only: Annotated[str, typer.Option(help="Simulated runs to make now, by name, with commas; default: all.")] = "",
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Write docs/results.md from OUT's results, and run nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, for machines.")] = False,
+) -> None:
+    """Run a paper's experiments again and put its figures next to ours. What is done already is not run again."""
+    from thinwire.reproduce.workshop import SCALES
+
+    if docs:
+        _document(out)
+        return
+    if name not in STUDIES or scale not in SCALES:
+        what = f"no study is called {name!r}" if name not in STUDIES else f"no scale is called {scale!r}"
+        raise ValueError(f"{what}; studies are {', '.join(STUDIES)}, scales {' and '.join(SCALES)}")
+    study = _run(name, scale, data, out, work, lab, tuple(filter(None, only.split(","))))
+    _tell(study, out, as_json)
+
+
+def _run(
+    name: str, scale: str, data: Path | None, out: Path, work: Path | None, lab: bool, only: tuple[str, ...]
+) -> "Study":
+    from importlib import import_module
+
+    import torch
+
+    import thinwire
+    from thinwire.observe import describe_machine, now
+    from thinwire.reproduce.study import StudyError
+    from thinwire.reproduce.workshop import Workshop
+
+    folder = (work if work is not None else out / "work") / f"{name}-{scale}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        workshop = Workshop(scale, data, folder, lab=lab, only=only)
+    except OSError as error:
+        raise StudyError(f"cannot write to {error.filename} ({error.strerror}): choose another folder") from error
+    module, _, function = STUDIES[name].partition(":")
+    study: Study = getattr(import_module(module), function)(workshop)
+    made = {
+        "command": shlex.join(["thinwire", "reproduce", name, "--scale", scale, "--data", "DIR"]),
+        "version": f"thinwire {thinwire.__version__}, torch {torch.__version__}",
+        "machine": describe_machine(),
+        "date": now(),
+        "took": workshop.took(),
+    }
+    return replace(study, made=made, missing=list(dict.fromkeys([*study.missing, *workshop.skipped])))
+
+
+def _document(out: Path) -> None:
+    from thinwire.report.markup import replace_file
+    from thinwire.reproduce.study import StudyError
+    from thinwire.reproduce.writing import document, read_studies
+
+    target = out.parent / "docs" / "results.md"
+    if not target.parent.is_dir():
+        raise StudyError(f"there is no folder {target.parent} next to {out}: run it in the project's folder")
+    studies = read_studies(out)
+    replace_file(target, document(studies))
+    typer.echo(f"{target}: {len(studies)} studies.")
+
+
+def _tell(study: "Study", out: Path, as_json: bool) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from thinwire.reproduce.study import claim_rows
+    from thinwire.reproduce.writing import write_study
+
+    files = write_study(study, out)
+    if as_json:
+        typer.echo(study.to_json(), nl=False)
+        return
+    table = Table(title=f"{study.title} ({study.scale})", box=SIMPLE)
+    rows = claim_rows(study.claims)
+    for heading in rows[0] if rows else ():
+        table.add_column(heading, justify="left" if heading in ("Claim", "Note") else "right")
+    for row in rows:
+        table.add_row(*row.values())
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console.print(table)
+    console.print(study.verdict, highlight=False)
+    for part in study.missing:
+        console.print(f"not run: {part}", highlight=False)
+    console.print(f"Written: {', '.join(str(path) for path in files)}", highlight=False)

@@ -1,0 +1,120 @@
+"""Labs: step times and end-to-end runs on emulated hosts, for the product (steps to target) x (time of a step)."""
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from thinwire.events import RunLog, Step, read_log
+from thinwire.race.plans import make_plan
+from thinwire.race.race import Field, Result, run_race
+from thinwire.race.served import Terms
+from thinwire.race.served_process import Served
+from thinwire.race.train_served import ServedTraining
+from thinwire.race.training import Plan
+from thinwire.race.worker import Work, with_infinite
+from thinwire.recipes import get_recipe
+from thinwire.report.summary import reached
+
+
+@dataclass(frozen=True)
+class Bed:
+    """Emulated hosts that train a recipe with DDP."""
+
+    recipe: str
+    data: Path | None
+    hosts: int
+    rate: str | None  # None: local processes
+    batch: int
+    lr: float
+
+    def __str__(self) -> str:
+        return f"{self.hosts} hosts at {self.rate or 'no limit'}"
+
+
+def step_times(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, Any]:
+    """Median milliseconds of a step and bytes a host sends, by method; "infinite" is the network that costs nothing."""
+    result = _race(bed, methods, steps=steps, target=None, evaluate_every=steps + 1, test_samples=10)
+    figures: dict[str, Any] = {"infinite": {"ms": result.infinite_ms, "bytes": 0.0}}
+    for log in result.logs:
+        sent = [step.bytes_sent for step in log.steps if step.rank == 0][2:]
+        figures[log.run.method] = {"ms": 1e3 * statistics.median(_durations(log)), "bytes": statistics.mean(sent)}
+    return figures
+
+
+def end_to_end(
+    bed: Bed, method: str, *, target: float, max_steps: int, evaluate_every: int, test_samples: int
+) -> dict[str, Any]:
+    """Steps and seconds that a run of all hosts took until the metric on the test split met the target."""
+    result = _race(
+        bed, [method], steps=max_steps, target=target, evaluate_every=evaluate_every, test_samples=test_samples
+    )
+    (log,) = result.logs
+    hit = reached(log)
+    values = [[e.step, e.value] for e in log.evals if e.split == "test"]
+    return {"steps": hit.step if hit else None, "seconds": hit.wall if hit else None, "values": values}
+
+
+def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, float]:
+    """Milliseconds of a step of a parameter server and of its phases; one of the bed's hosts is the master.
+
+    As in SparsifyGradients: bulk synchronous, nothing overlaps. Medians over the steps, means over the workers.
+    """
+    recipe, workers = get_recipe(bed.recipe), bed.hosts - 1
+    plan = replace(_plan(replace(bed, hosts=workers), steps, steps + 1), target=None, test_samples=10, train_samples=10)
+    terms = Terms(plan, workers=workers, push=push, pull=pull, overlap=False, phased=True, timeout=60.0)
+    place = Field(workers, bed.rate, "thinwire reproduce")
+    with tempfile.TemporaryDirectory() as folder:
+        training = ServedTraining(recipe, Served(bed.recipe, bed.data, terms), place, Path(folder) / "log.jsonl")
+        training.run()
+        log = read_log(training.log)
+    by_step: dict[int, list[Step]] = {}
+    for step in log.steps:
+        by_step.setdefault(step.step, []).append(step)
+    full = [steps for number, steps in sorted(by_step.items()) if number > 2 and len(steps) == workers]
+
+    def median(name: str) -> float:
+        means = [statistics.mean(getattr(step, name) for step in steps) for steps in full]
+        return 1e3 * float(statistics.median(means))
+
+    phases = {name: median(name) for name in ("compute", "aggregate", "synchronise")}
+    ends = [max(step.wall for step in steps) for steps in full]
+    return {**phases, "ms": 1e3 * statistics.median(after - before for before, after in pairwise(ends))}
+
+
+def _durations(log: RunLog) -> list[float]:
+    """Seconds of rank 0's steps, without the first quarter: memories and connections are new then."""
+    walls = [step.wall for step in sorted((s for s in log.steps if s.rank == 0), key=lambda s: s.step)]
+    return [after - before for before, after in pairwise(walls[max(1, len(walls) // 4) :])]
+
+
+def _race(
+    bed: Bed,
+    methods: Sequence[str],
+    *,
+    steps: int,
+    target: float | None,
+    evaluate_every: int,
+    test_samples: int,
+) -> Result:
+    recipe = get_recipe(bed.recipe)
+    plan = replace(_plan(bed, steps, evaluate_every), target=target, test_samples=test_samples, train_samples=10)
+    work = Work(bed.recipe, bed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
+    place = Field(bed.hosts, bed.rate, "thinwire reproduce")
+    with tempfile.TemporaryDirectory() as folder:
+        return run_race(recipe, work, place, Path(folder), lambda run, event: None)
+
+
+def _plan(bed: Bed, steps: int, evaluate_every: int) -> Plan:
+    return make_plan(
+        get_recipe(bed.recipe),
+        workers=bed.hosts,
+        data=bed.data,
+        batch=bed.batch,
+        lr=bed.lr,
+        max_steps=steps,
+        evaluate_every=evaluate_every,
+    )

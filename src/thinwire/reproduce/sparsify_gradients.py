@@ -1,0 +1,174 @@
+"""Lam, Look and Whittell 2017 (SparsifyGradients): 13 workers and a master train cuda-convnet on CIFAR-10.
+
+Dense, 90 % dropped as the paper did it, and thinwire: epochs to 99.5 % train accuracy from the simulation, the time of
+a step from the lab; and what the paper could not see: test accuracy, how long dropped values stay away, and how much
+may be dropped.
+"""
+
+from typing import Any
+
+import torch
+
+from thinwire.codec.codec import Codec
+from thinwire.codec.frame import FrameReader
+from thinwire.codec.memory import Drop, Residual
+from thinwire.codec.presets import codec_for
+from thinwire.codec.selection import Percentile, TopK
+from thinwire.codec.values import Bits, Float32
+from thinwire.observe import gradient_histogram
+from thinwire.recipes import get_recipe
+from thinwire.recipes.recipe import Recipe, Splits
+from thinwire.reproduce.cluster import Cluster, Setting
+from thinwire.reproduce.confirming import Trial, confirm
+from thinwire.reproduce.labs import Bed, served_phases, step_times
+from thinwire.reproduce.runs import Curve, Goal
+from thinwire.reproduce.sparsify_showing import (
+    BATCH,
+    DROPPED,
+    LR,
+    METHODS,
+    TARGET,
+    WORKERS,
+    away_figures,
+    curve_figures,
+    differences,
+    epoch_claims,
+    phase_claims,
+    phase_table,
+    shape_figures,
+    sweep_figures,
+    sweep_table,
+    test_claims,
+    time_claims,
+    time_table,
+    times_of,
+    verdict,
+)
+from thinwire.reproduce.study import Study
+from thinwire.reproduce.workshop import Workshop
+
+
+def study(workshop: Workshop) -> Study:
+    """Curves to the target, the lab's step times, their product, and the three extra questions."""
+    recipe = get_recipe("cifar10")
+    splits = workshop.load(recipe, first=None if workshop.full else 1040)
+    curves = _curves(workshop, recipe, splits)
+    sweep = _sweep(workshop, recipe, splits)
+    away = workshop.part("away", lambda: _away(recipe, splits, 300 if workshop.full else 40))
+    shapes = workshop.part("magnitudes", lambda: _magnitudes(recipe, splits, 100 if workshop.full else 20))
+    bed = Bed("cifar10", workshop.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
+    phases = workshop.lab_part("phases", lambda: _phases(bed))
+    flat = workshop.lab_part(
+        "all-reduce", lambda: step_times(_workers_only(bed), ["dense", "percentile90", "topk1"], steps=12)
+    )
+    trial = Trial(_workers_only(bed), "topk1", codec_for("topk1"), 0.25, 120, 10, 500)
+    confirmed, proof = confirm(workshop, trial, flat)
+    times = times_of(curves, phases, flat)
+    claims = [*time_claims(times), *epoch_claims(curves), *phase_claims(phases), *test_claims(curves), *confirmed]
+    tables = [time_table(curves, times), *([phase_table(phases)] if phases else []), sweep_table(sweep), *proof]
+    return Study(
+        "sparsify-gradients",
+        workshop.scale,
+        "SparsifyGradients",
+        "Lam, Look and Whittell, 2017",
+        verdict(times, curves),
+        claims,
+        tables,
+        [*curve_figures(curves, times), *sweep_figures(sweep), *away_figures(away), *shape_figures(shapes)],
+        differences(workshop, len(splits.train)),
+        facts={
+            "workers": f"{WORKERS} and a master",
+            "batch": f"{BATCH} x {WORKERS}",
+            "rate": f"{LR:g}",
+            "network": "500 Mbit/s, emulated",
+        },
+    )
+
+
+def _workers_only(bed: Bed) -> Bed:
+    """The same workers without a master, for DDP."""
+    return Bed(bed.recipe, bed.data, WORKERS, bed.rate, bed.batch, bed.lr)
+
+
+def _codec(name: str) -> Codec | None:
+    return None if name == "dense" else codec_for(METHODS[name][0])
+
+
+def _curves(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Curve]:
+    per_epoch = len(splits.train) // (WORKERS * BATCH)
+    # Evaluating takes a third of training's time for as many images: every epoch, or every other small one.
+    epochs, every, samples, test = (60, 1, 5000, 2000) if workshop.full else (90, 2, 1040, 500)
+    goal = Goal(epochs * per_epoch, every * per_epoch, samples, test, target=TARGET)
+    found = {}
+    for name in METHODS:
+        curve = workshop.train(name, recipe, splits, Setting(WORKERS, BATCH, LR, 0.0, _codec(name)), goal)
+        if curve is not None:
+            found[name] = curve
+    return found
+
+
+def _sweep(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, dict[float, Curve]]:
+    """Every share dropped, with and without memory, for the same number of steps."""
+    steps, samples = (1500, 2000) if workshop.full else (60, 1040)
+    goal = Goal(steps, steps, samples, 1000)
+    found: dict[str, dict[float, Curve]] = {"without memory": {}, "with memory": {}}
+    for dropped in (0.0, *DROPPED):
+        for words, memory in (("without memory", Drop()), ("with memory", Residual())):
+            codec = Codec(Percentile(dropped), Float32(), memory) if dropped else None
+            name = f"dropped-{dropped:g}-{words.split()[0]}" if dropped else "dropped-0"
+            curve = workshop.train(name, recipe, splits, Setting(WORKERS, BATCH, LR, 0.0, codec), goal)
+            if curve is not None:
+                found[words][dropped] = curve
+    return found
+
+
+def _away(recipe: Recipe, splits: Splits, steps: int) -> dict[str, Any]:
+    """After how many steps an entry of one worker's gradient travels again, by method: shares per number of steps."""
+    found = {}
+    for name, codec in (
+        ("percentile90", codec_for("percentile90")),
+        ("percentile90 with memory", Codec(Percentile(90), Bits(8))),
+        ("thinwire", Codec(TopK(0.01), Bits(8))),
+    ):
+        cluster = Cluster(recipe, splits.train, Setting(WORKERS, BATCH, LR, 0.0, codec))
+        large = [i for i, n in enumerate(cluster.numels) if n >= codec.min_numel]
+        last = {i: torch.full((cluster.numels[i],), -1) for i in large}
+        ages = torch.zeros(steps + 1, dtype=torch.long)
+        for step in range(steps):
+            cluster.step()
+            reader = FrameReader(cluster.frames[0], cluster.numels)
+            for section in reader.sections:
+                if section.id in last:
+                    places = reader.entries(section)[0]
+                    before = last[section.id][places]
+                    ages += torch.bincount(step - before[before >= 0], minlength=steps + 1)[: steps + 1]
+                    last[section.id][places] = step
+        cluster.close()
+        never = sum(int((t < 0).sum()) for t in last.values()) / sum(t.numel() for t in last.values())
+        found[name] = {"share": (ages[1:] / max(int(ages.sum()), 1)).tolist(), "never": never}
+    return found
+
+
+def _magnitudes(recipe: Recipe, splits: Splits, steps: int) -> list[dict[str, Any]]:
+    """Histograms of one worker's gradient magnitudes per layer, at the start and after some steps."""
+    cluster = Cluster(recipe, splits.train, Setting(WORKERS, BATCH, LR))
+    found = []
+    for step in range(steps + 1):
+        if step in (0, steps):
+            _, gradients = cluster.gradients([0])
+            for name, gradient in gradients.items():
+                if gradient.dim() > 1:
+                    shape = gradient_histogram(step, name, gradient)
+                    total = max(gradient.numel(), 1)
+                    middles = [(a * b) ** 0.5 for a, b in zip(shape.edges, shape.edges[1:], strict=False)]
+                    found.append(
+                        {"layer": name, "step": step, "x": middles, "y": [100 * c / total for c in shape.counts]}
+                    )
+        if step < steps:
+            cluster.step()
+    cluster.close()
+    return found
+
+
+def _phases(bed: Bed) -> dict[str, dict[str, float]]:
+    return {name: served_phases(bed, push, pull, steps=9) for name, (push, pull) in METHODS.items()}

@@ -1,0 +1,98 @@
+"""Pieces of the studies: products, costs and the theory's quantities, on figures small enough to know the answer."""
+
+import pytest
+import torch
+
+from thinwire.recipes import get_recipe
+from thinwire.recipes.recipe import TensorSplit
+from thinwire.reproduce import cat, request_scheduling, sparsify_showing, topk_convergence
+from thinwire.reproduce.cluster import Cluster, Setting
+from thinwire.reproduce.labs import Bed, served_phases
+from thinwire.reproduce.problems import logistic, optimum
+from thinwire.reproduce.runs import Curve
+
+
+def curve(name: str, reached: int | None, test: list[float]) -> Curve:
+    steps = [10 * (i + 1) for i in range(len(test))]
+    megabytes = [float(step) for step in steps]
+    return Curve(name, 10, steps, test, test, [1.0 - v for v in test], test, megabytes, megabytes, reached=reached)
+
+
+def test_time_to_target_is_steps_times_the_time_of_a_step() -> None:
+    curves = {"dense": curve("dense", 100, [0.5, 0.9]), "percentile90": curve("percentile90", 110, [0.5, 0.9])}
+    curves["thinwire"] = curve("thinwire", 105, [0.5, 0.898])
+    phase = {"compute": 100.0, "aggregate": 100.0, "synchronise": 800.0}
+    phases = {
+        "dense": {**phase, "ms": 1000.0},
+        "percentile90": {**phase, "ms": 500.0},
+        "thinwire": {**phase, "ms": 100.0},
+    }
+    times = sparsify_showing.times_of(curves, phases, None)
+    assert times["dense"]["served_seconds"] == pytest.approx(100.0) and times["dense"]["ring_seconds"] is None
+    claims = {claim.what: claim for claim in sparsify_showing.time_claims(times)}
+    slow = claims["percentile90: speed-up to the target, master and workers"]
+    fast = claims["thinwire: speed-up to the target, master and workers"]
+    assert slow.ours == pytest.approx(100 / 55) and slow.holds is False
+    assert fast.ours == pytest.approx(100 / 10.5) and fast.holds is True
+    assert [c.holds for c in sparsify_showing.test_claims(curves)] == [True, True]
+    assert all(claim.holds for claim in sparsify_showing.epoch_claims(curves))
+
+
+def test_a_target_that_was_not_reached_is_told() -> None:
+    (claim,) = sparsify_showing.epoch_claims({"dense": curve("dense", None, [0.5, 0.9])})
+    assert claim.ours is None and claim.holds is False and "90.00 % at best" in claim.note
+
+
+def test_costs_of_cat() -> None:
+    run = curve("CAT affine", None, [0.2, 0.6, 0.9])
+    assert cat.spent("payload", run, 1) == 20.0
+    assert cat.spent("affine", run, 1) == pytest.approx(20.0 + 20 * cat.OTHER_BYTES / 1e6)
+    costs = cat._costs({"dense": run, "CAT payload": run}, goal=0.45)
+    assert costs["dense"]["steps"] == 20
+    assert cat._costs({"dense": run}, goal=0.01)["dense"]["payload"] is None
+
+
+def test_one_worker_alone_has_no_xi() -> None:
+    recipe = get_recipe("digits")
+    codec = topk_convergence._codec(0.01, 32)
+    cluster = Cluster(recipe, recipe.load(None).train, Setting(1, 8, 0.05, 0.0, codec))
+    found = Curve("one", 1)
+    for _ in range(2):
+        cluster.step(topk_convergence._note(found, cluster, 0.01))
+    cluster.close()
+    assert found.notes["xi"] == [0.0, 0.0]
+    assert all(0.0 < share < 1.0 for share in found.notes["delta"]) and found.notes["held"][1] > 0.0
+
+
+def test_savings_are_at_equal_accuracy() -> None:
+    dense, thin = curve("dense", None, [0.5, 0.9]), curve("1 %", None, [0.2, 0.5, 0.9])
+    thin.megabytes = [0.1, 0.2, 0.3]
+    rows = {row["name"]: row for row in topk_convergence._savings({"dense": dense, "1 %": thin})}
+    assert rows["1 %"]["times"] == pytest.approx(20.0 / 0.3)
+
+
+def test_the_optimum_is_below_whatever_was_trained() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(60, 1, 28, 28, generator=generator)
+    split = TensorSplit(inputs, torch.randint(10, (60,), generator=generator))
+    recipe = logistic()
+    found = optimum(recipe, split, 60)
+    with torch.no_grad():
+        assert found.value < float(recipe.loss(recipe.build(0), split.batch(range(60))))
+    assert found.smoothness > 0.0
+
+
+def test_the_model_of_scheduling() -> None:
+    setup = request_scheduling.Setup(2, 3, (0.02, 0.01), slowness=(2.0, 1.0))
+    rows = request_scheduling._model(setup)
+    assert len(rows) == 24 and all(row["seconds"] > 0 for row in rows)
+    assert all(row["most"] <= row["bound"] for row in rows)
+    claims = request_scheduling._claims(rows, rows, rows)
+    assert claims[-1].ours == pytest.approx(1.0) and claims[-1].holds
+
+
+def test_phases_of_a_served_step() -> None:
+    bed = Bed("digits", None, hosts=3, rate=None, batch=8, lr=0.05)
+    found = served_phases(bed, "dense", "dense", steps=6)
+    assert set(found) == {"compute", "aggregate", "synchronise", "ms"} and all(v >= 0 for v in found.values())
+    assert found["ms"] > 0
