@@ -123,11 +123,15 @@ def headline(summaries: Sequence[MethodSummary], *, metric: str, target: float) 
     """One sentence that says what the runs showed, for a report whose maker gave none."""
     if not summaries:
         return "There are no runs."
-    goal = "no target" if math.isnan(target) else f"the target of {show_metric(target, metric)}"
+    if math.isnan(target):
+        fastest = min(summaries, key=lambda s: math.inf if s.step_ms is None else s.step_ms)
+        took = "" if fastest.step_ms is None else f"; {fastest.method} made the fastest steps ({fastest.step_ms:.3g} ms)"
+        return f"The runs had no target to reach{took}."
+    goal = f"the target of {show_metric(target, metric)}"
     base = next(s for s in summaries if s.method == baseline([x.method for x in summaries]))
     arrived = [s for s in summaries if s.seconds_to_target is not None]
     if not arrived:
-        return f"None of the {len(summaries)} method(s) reached {goal}."
+        return f"None of the {len(summaries)} methods reached {goal}."
     best = min(arrived, key=lambda s: s.seconds_to_target or 0.0)
     first = f"{best.method} reached {goal} in {best.seconds_to_target:.3g} s"
     if best.method == base.method:
