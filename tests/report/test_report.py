@@ -77,6 +77,8 @@ def test_what_was_not_reached_is_not_claimed() -> None:
     said = {"metric": "accuracy", "target": 0.9}
     assert "dense did not reach it" in headline(summarise([dense, fast]), **said)  # type: ignore[arg-type]
     assert headline(summarise([dense]), **said).startswith("None of the 1")  # type: ignore[arg-type]
+    nothing = {"metric": "accuracy", "target": float("nan")}
+    assert "topk1 had the fastest step" in headline(summarise([dense, half]), **nothing)  # type: ignore[arg-type]
     slower = made_up("topk1", hit=9, ms=300, sent=40)
     arrived = made_up("dense", hit=4, ms=100, sent=4000)
     assert "no other method was faster" in headline(summarise([arrived, slower]), **said)  # type: ignore[arg-type]

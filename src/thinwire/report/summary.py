@@ -125,7 +125,7 @@ def headline(summaries: Sequence[MethodSummary], *, metric: str, target: float) 
         return "There are no runs."
     if math.isnan(target):
         fastest = min(summaries, key=lambda s: math.inf if s.step_ms is None else s.step_ms)
-        took = "" if fastest.step_ms is None else f"; {fastest.method} made the fastest steps ({fastest.step_ms:.3g} ms)"
+        took = "" if fastest.step_ms is None else f"; {fastest.method} had the fastest step ({fastest.step_ms:.3g} ms)"
         return f"The runs had no target to reach{took}."
     goal = f"the target of {show_metric(target, metric)}"
     base = next(s for s in summaries if s.method == baseline([x.method for x in summaries]))
