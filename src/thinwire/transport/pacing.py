@@ -19,7 +19,7 @@ _MOST = 1.25e9  # bytes a second
 # CUBIC's own numbers: what is left after congestion, and how steeply the window grows.
 _FALL, _STEEP = 0.7, 0.4
 # What is left where nothing of ours was lost yet.
-_EASE = 0.85
+_EASE = 0.82
 # Delay above the least that was seen lately, from which on a queue stands: several senders' short bursts make less.
 QUEUE = 0.020
 # The same for a sender that the pacer holds back: then it is no burst, and the link is busy.
