@@ -16,8 +16,8 @@ from thinwire.exchange.channel import Channel
 from thinwire.lab.units import parse_rates
 from thinwire.observe import describe_machine, now
 from thinwire.race.measuring import Figures, Subject, measure
-from thinwire.report.advice import write_advice
 from thinwire.report.markup import Row as Cells
+from thinwire.report.markup import write_page
 from thinwire.report.page import megabytes
 from thinwire.tune.advise import Advice, Row, advise, at_rates, crossings
 from thinwire.tune.forecast import DENSE, FP16, Setting
@@ -120,8 +120,9 @@ class Report:
         """Write the page."""
         work = self.figures.work
         rates, curves = at_rates(self.settings, work, self.wire.at)
-        write_advice(
+        write_page(
             path,
+            "advice",
             title=f"{self.subject}: {self.hosts} hosts at {self.wire.shown}",
             verdict=self.advice.verdict,
             facts={

@@ -11,9 +11,8 @@ import thinwire
 from thinwire.lab.units import format_rate, parse_rate
 from thinwire.observe import describe_machine, now
 from thinwire.race.advising import GOODPUT
-from thinwire.report.markup import Row
+from thinwire.report.markup import Row, write_page
 from thinwire.report.page import megabytes
-from thinwire.report.scale import write_scale
 from thinwire.tune.calibrate import Point, at, off
 from thinwire.tune.scale import Cluster, Scaled, Task, predict
 
@@ -137,8 +136,9 @@ class Scaling:
     def page(self, path: Path) -> None:
         """Write the page."""
         task, cluster = self.task, self.cluster
-        write_scale(
+        write_page(
             path,
+            "scale",
             title=f"{task.elements:,} parameters at {format_rate(round(cluster.rate / GOODPUT))}",
             verdict=self.verdict(),
             facts={

@@ -15,6 +15,10 @@ Row = Mapping[str, str]
 Pairs = Sequence[tuple[str, str]]
 
 
+# What each kind of page is called above its title; its template, script and style have the key as their name.
+BRANDS = {"page": "report", "advice": "advice", "gantt": "simulation", "scale": "scale", "study": "reproduces"}
+
+
 def fill(
     name: str,
     *,
@@ -26,27 +30,55 @@ def fill(
     data: Mapping[str, Any],
     more: Mapping[str, str] | None = None,
 ) -> str:
-    """One self-contained page from the template `name`.html and its script `name`.js; `more` is markup by name."""
+    """One self-contained page: the content `name`.html in the frame of all pages, with `name`.js and `name`_more.css.
+
+    `more` is markup by name.
+    """
     from plotly.offline import get_plotlyjs
 
     here = resources.files("thinwire.report")
-    scripts = [(here / script).read_text(encoding="utf-8") for script in ("plots.js", f"{name}.js")]
+
+    def read(*names: str) -> str:
+        files = (here / each for each in names)
+        return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
     parts = {
+        "BRAND": BRANDS[name],
         "TITLE": escape(title),
         "VERDICT": escape(verdict),
         "FACTS": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts),
         "TABLE": table_of(table),
         "RUNS": "".join(f"<dt>{escape(k)}</dt><dd><pre>{escape(v)}</pre></dd>" for k, v in runs),
-        "STYLE": (here / "page.css").read_text(encoding="utf-8"),
+        "STYLE": read("page.css", f"{name}_more.css"),
         # A log is foreign text: without "<" it cannot end the script element that holds it.
         "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
-        "SCRIPT": "".join(scripts),
+        "SCRIPT": read("plots.js", f"{name}.js"),
         "PLOTLY": get_plotlyjs(),
         **(more or {}),
     }
-    template = (here / f"{name}.html").read_text(encoding="utf-8")
+    parts["MAIN"] = _filled(read(f"{name}.html"), parts)
+    return _filled(read("frame.html"), parts)
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
     pieces = template.split("@@")  # text and names take turns, so nothing inserted is searched again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def write_page(
+    path: Path,
+    name: str,
+    *,
+    title: str,
+    verdict: str,
+    facts: Mapping[str, str],
+    table: Sequence[Row],
+    made: Mapping[str, str],
+    data: Mapping[str, Any],
+) -> None:
+    """Write one self-contained page; `data` is what its script draws."""
+    listed, runs = list(facts.items()), list(made.items())
+    replace_file(path, fill(name, title=title, verdict=verdict, facts=listed, table=table, runs=runs, data=data))
 
 
 def table_of(rows: Sequence[Row]) -> str:
