@@ -21,6 +21,7 @@ import torch
 
 from tests.cluster import PRELOADED
 from tests.server.serving import Ones
+from thinwire.server.courier import ServerError
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import listen
@@ -72,7 +73,8 @@ def work(say: Say, spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     where, at, number = spec.get("fault", ("", -1, 0))
     model = Ones()
-    with Worker(spec["address"], model, "dense", slot=spec["slot"], patience=60.0) as worker:
+    named = {"slot": spec["slot"], "recipe": spec.get("recipe", "")}
+    with Worker(spec["address"], model, "dense", patience=60.0, **named) as worker:
         acked: list[tuple[int, int]] = []
         on_ack = worker._courier._on_ack
 
@@ -93,6 +95,25 @@ def work(say: Say, spec: dict[str, Any]) -> None:
         seen = sorted({-float(v) for p in model.parameters() for v in p.detach().view(-1)})
         token = worker._courier._hello["token"]
     say({"stopped": worker.stopped, "acked": acked, "token": token, "seen": seen})
+
+
+def trouble(say: Say, spec: dict[str, Any]) -> None:
+    """A stranger's noise, a member's noise at its first step, another recipe, then twenty joins and leaves."""
+    from tests.server.test_sessions import admitted, stranger, train_ones
+
+    torch.set_num_threads(1)
+    address, recipe = spec["address"], spec["recipe"]
+    heard = stranger(address, [[os.urandom(36)]])[-1].kind.name
+    connection, _, _ = admitted(address, Ones(), recipe)
+    connection.send([os.urandom(36)])
+    connection.close()
+    try:
+        train_ones(address, steps=1, recipe="another")
+    except ServerError as error:
+        refused = str(error)
+    for i in range(20):
+        train_ones(address, steps=1 + i % 3, recipe=recipe)
+    say({"stopped": "done", "heard": heard, "refused": refused})
 
 
 class Party:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.server.party import Party, party, serve, work
+from tests.server.party import Party, party, serve, trouble, work
 from tests.server.serving import Crew, Ones, serving
 from tests.server.test_sessions import train_ones
 from thinwire.events import EventLog, Step, read_log
@@ -104,6 +104,21 @@ def test_the_server_is_killed_and_resumes(guests: Party, tmp_path: Path) -> None
     check_counts(end, start=2.0 * begun["resumed"])
     for worker in workers:
         assert worker.end()["stopped"] == "target"
+
+
+def test_noise_another_recipe_and_twenty_joins_and_leaves(guests: Party) -> None:
+    # Two workers train throughout; the one that makes noise joins once, and twenty come and go.
+    server = guests.start(serve, address=LOOPBACK, stop=(20, 2 + 1 + 20), expect=2, recipe="ones")
+    address = server.hears(lambda said: "address" in said)["address"]
+    workers = [guests.start(work, address=address, slot=slot, recipe="ones") for slot in range(2)]
+    said = guests.start(trouble, address=address, recipe="ones").end()
+    assert said["heard"] == "REFUSED"
+    assert "'another'" in said["refused"] and "'ones'" in said["refused"]
+    end = server.end()
+    assert end["end"] == "target" and end["joined"] == 2 + 1 + 20
+    check_counts(end)
+    for worker in workers:
+        check_acks(end, worker.end(), apart=99)
 
 
 def test_a_cable_is_pulled_for_ten_seconds() -> None:

@@ -92,10 +92,10 @@ def stranger(address: str, messages: list[Any]) -> list[Message]:
     return heard
 
 
-def admitted(address: str, model: nn.Module) -> tuple[Connection, int, int]:
+def admitted(address: str, model: nn.Module, recipe: str = "") -> tuple[Connection, int, int]:
     """A connection that is in: it, its session and its first step."""
     connection = connect(address)
-    connection.send(with_json(Kind.HELLO, **hello_of(model, "", None, "x")).parts())
+    connection.send(with_json(Kind.HELLO, **hello_of(model, recipe, None, "x")).parts())
     while True:
         for parts in connection.poll(1.0):
             message = parse(parts)
