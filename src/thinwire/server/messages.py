@@ -43,7 +43,7 @@ class Kind(IntEnum):
     PULL = 7  # worker: send me that part when it is fresh enough for `clock`; number: 1 asks for all of it
     DELTA = 8  # server: change of a part; number: its edition
     WHOLE = 9  # server: a part's parameters in full; number: its edition
-    GOT = 10  # worker: the answer has arrived; number: its bytes
+    GOT = 10  # worker: answers have arrived since the last one; number: their bytes
     BEAT = 11  # both: I am alive; a worker's may hold JSON with figures to show
     BYE = 12  # worker: I leave
     STOP = 13  # server: training has ended; JSON
