@@ -96,6 +96,9 @@ def server_command(
     if "stragglers" in parts:
         figures["stragglers"] = _stragglers(trials("stragglers", 4, steps, seconds), figures["bars"])
         console.print(_table("4 workers, steps of at least 100 ms", figures["stragglers"]))
+        for row in figures["stragglers"]:
+            curve = ", ".join(f"{value:.3f} at {at:.1f} s" for at, value in row["curve"])
+            console.print(f"accuracy over time, {row['run']}: {curve}", highlight=False)
     if "policies" in parts:
         figures["policies"] = _policies(trials("policies", 2, steps, seconds), figures["bars"])
         console.print(_table("2 workers at 100mbit, slow first layer, ms", figures["policies"]))
