@@ -1,6 +1,6 @@
 """Traffic of known size between two emulated hosts: the sender and the sink of the lab's own measurements.
 
-Run by path, with the standard library only; sinks print one line of JSON.
+Run by path, with the standard library only; sinks print a line of JSON in the end.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import time
 _WARM_UP = 1.0  # seconds left out of a goodput: TCP is still finding its pace
 _CHUNK = 1 << 20
 _DATAGRAM = 256
-_SILENCE = 1.0  # seconds without a datagram that end a count
+_SILENCE = 2.0  # seconds without a datagram that end a count
 
 
 def tcp_sink(port: int, seconds: float) -> dict[str, float]:
@@ -49,11 +49,12 @@ def _connected(address: str, port: int) -> socket.socket:
 
 
 def udp_sink(port: int) -> dict[str, float]:
-    """Count datagrams until silence; `overrun` are those that arrived but found the socket's buffer full."""
+    """Say when ready, then count datagrams until silence; `overrun` arrived and found the socket's buffer full."""
     received = 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         sock.bind(("0.0.0.0", port))
+        print("ready", flush=True)
         sock.settimeout(30)
         buffer = bytearray(_DATAGRAM)
         with contextlib.suppress(TimeoutError):
@@ -68,9 +69,8 @@ def udp_sink(port: int) -> dict[str, float]:
 
 
 def udp_blast(address: str, port: int, count: int, per_second: float) -> None:
-    """Send datagrams at an even pace, after a pause in which the sink gets ready."""
+    """Send datagrams at an even pace to a sink that is ready."""
     datagram = bytes(_DATAGRAM)
-    time.sleep(0.5)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((address, port))
         began = time.monotonic()

@@ -67,6 +67,8 @@ def goodput(lab: Lab, pairs: list[tuple[int, int]], *, seconds: float = 4.0) -> 
 def loss(lab: Lab, sender: int, receiver: int, *, count: int = 60_000, per_second: float = 20_000) -> float:
     """Return the share of UDP datagrams that the network lost."""
     sink = _blast(lab, receiver, "udp-sink", 6000, stdout=subprocess.PIPE)
+    assert sink.stdout is not None
+    sink.stdout.readline()  # on a busy machine it may take its time to get ready
     blast = _blast(lab, sender, "udp-blast", lab.address(receiver), 6000, count, per_second)
     answer = _answer(sink, count / per_second + 60)
     blast.wait(timeout=60)
