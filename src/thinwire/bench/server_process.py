@@ -5,9 +5,7 @@ Prints what happened when, by the machine's one monotonic clock, which all emula
 
 import functools
 import json
-import os
 import random
-import sys
 import time
 from typing import Any
 
@@ -15,23 +13,11 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from thinwire.race.turns import Slow, take_turns
 from thinwire.recipes.convnet import cuda_convnet
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import listen
-
-
-class Slow(nn.Module):
-    """A layer whose forward pass takes its time without using the processor."""
-
-    def __init__(self, width: int, seconds: float) -> None:
-        super().__init__()
-        self.linear, self.seconds = nn.Linear(width, width), seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        time.sleep(self.seconds)
-        return torch.relu(y)
 
 
 def convnet() -> nn.Module:
@@ -131,16 +117,5 @@ def work(run: dict[str, Any], address: str, rank: int) -> None:
             print("STEP " + json.dumps({**said, "staleness": max(times.staleness.values(), default=0)}), flush=True)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    for number, run in enumerate(json.loads(sys.argv[1])):
-        address = f"{run['transport']}://{os.environ['MASTER_ADDR']}:{port + number}"
-        if rank == 0:
-            serve(run, address)
-        elif rank <= run["workers"]:
-            work(run, address, rank)
-
-
 if __name__ == "__main__":
-    main()
+    take_turns(serve, work)

@@ -5,6 +5,8 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from thinwire.race.loss_race import LossRace
+    from thinwire.race.loss_race import LossRace, LossResult
     from thinwire.race.race import Result
 
 METHODS = "dense,fp16,percentile90,topk1"
@@ -80,48 +82,49 @@ def race_command(
         return
     runs = with_infinite([(name, seed) for seed in range(seeds) for name in names])
     work = Work(recipe, data, tuple(runs), plan)
-    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="thinwire-race-"))
     labels = [f"{name} #{seed}" if seeds > 1 and name != "infinite" else name for name, seed in runs]
     totals = [min(work.infinite_steps, plan.max_steps) if name == "infinite" else plan.max_steps for name, _ in runs]
-    try:
-        with LiveRuns(labels, totals, made.metric) as live:
-            result = run_race(made, work, place, folder, live.watch)
-        if report is not None:
-            from thinwire.report.page import write_report
-
-            write_report(result.logs, report, verdict=result.verdict())
-    finally:
-        if logs is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    console = Console()
-    console.print(_table(result))
-    console.print(result.verdict(), highlight=False)
+    with _folder(logs) as folder, LiveRuns(labels, totals, made.metric) as live:
+        result = run_race(made, work, place, folder, live.watch)
     if report is not None:
-        console.print(f"The page is {report}.", highlight=False)
+        from thinwire.report.page import write_report
+
+        write_report(result.logs, report, verdict=result.verdict())
+    _tell(result, _table(result), json_file, report)
 
 
 def _race_transports(race: "LossRace", logs: Path | None, json_file: Path | None, report: Path | None) -> None:
-    from thinwire.report.page import write_report
-
-    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="thinwire-race-"))
-    try:
+    with _folder(logs) as folder:
         result, place = race.run(folder), race.place
-        if report is not None:
-            title = f"{result.recipe}: {place.hosts} workers and a server at {place.rate}, through loss"
-            write_report(result.logs, report, title=title, verdict=result.verdict(), table=result.rows())
-    finally:
-        if logs is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.to_json(), indent=1) + "\n")
     rows = result.rows()
+    if report is not None:
+        from thinwire.report.page import write_report
+
+        title = f"{result.recipe}: {place.hosts} workers and a server at {place.rate}, through loss"
+        write_report(result.logs, report, title=title, verdict=result.verdict(), table=rows)
     table = Table(title=f"{result.recipe}: {place.hosts} workers at {place.rate}", box=SIMPLE, pad_edge=False)
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "Run" else "right")
     for row in rows:
         table.add_row(*row.values())
+    _tell(result, table, json_file, report)
+
+
+@contextmanager
+def _folder(logs: Path | None) -> Iterator[Path]:
+    """The folder for the event logs; a temporary one goes when they have been read."""
+    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="thinwire-race-"))
+    try:
+        yield folder
+    finally:
+        if logs is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tell(result: "Result | LossResult", table: Table, json_file: Path | None, report: Path | None) -> None:
+    """The figures for machines, then for people."""
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.to_json(), indent=1) + "\n")
     console = Console()
     console.print(table)
     console.print(result.verdict(), highlight=False)

@@ -4,34 +4,20 @@ Started on every emulated host; prints what happened when, by the machine's one 
 """
 
 import json
-import os
-import sys
-import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from thinwire.race.turns import Slow, take_turns
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import listen
 
 
-class Paced(nn.Module):
-    """A layer whose forward pass takes a given time without using the processor."""
-
-    def __init__(self, width: int, seconds: float) -> None:
-        super().__init__()
-        self.linear, self.seconds = nn.Linear(width, width), seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return torch.relu(self.linear(x))
-
-
 def model_of(run: dict[str, Any], slowness: float) -> nn.Module:
     """Equal layers, whose forward passes take their given times."""
-    return nn.Sequential(*(Paced(run["width"], slowness * seconds) for seconds in run["forward"]))
+    return nn.Sequential(*(Slow(run["width"], slowness * seconds) for seconds in run["forward"]))
 
 
 def serve(run: dict[str, Any], address: str) -> None:
@@ -71,16 +57,5 @@ def work(run: dict[str, Any], address: str, rank: int) -> None:
             print("STEP " + json.dumps(told), flush=True)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    for number, run in enumerate(json.loads(sys.argv[1])):
-        address = f"tcp://{os.environ['MASTER_ADDR']}:{port + number}"
-        if rank == 0:
-            serve(run, address)
-        else:
-            work(run, address, rank)
-
-
 if __name__ == "__main__":
-    main()
+    take_turns(serve, work)
