@@ -20,6 +20,15 @@ struct Permutations {
   }
 };
 constexpr Permutations permutations;
+constexpr int kFew = 3;  // survivors of 32 elements that are cheaper to take one by one
+
+// The processor's own prefetching stops at every page; 32 elements are two lines of float32.
+template <class T>
+inline void ahead(const T* p) {
+  constexpr size_t kAhead = 256, kLine = 64 / sizeof(T);
+  _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0);
+  if constexpr (sizeof(T) == 4) _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + kLine), _MM_HINT_T0);
+}
 
 template <Dtype D>
 inline __m256 load8(const void* p, size_t i) {
@@ -67,6 +76,10 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
   };
   size_t i = 0;
   for (; i + 32 <= length; i += 32) {
+    if constexpr (Memory) {
+      ahead(s.memory + begin + i);
+      ahead(gradient + begin + i);
+    }
     const __m256 a = accumulate8<D, Memory, Decay>(s, begin + i, decay);
     const __m256 b = accumulate8<D, Memory, Decay>(s, begin + i + 8, decay);
     const __m256 c = accumulate8<D, Memory, Decay>(s, begin + i + 16, decay);
@@ -75,10 +88,12 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
     const uint32_t mc = above<Ties>(c, absolute, limit), md = above<Ties>(d, absolute, limit);
     const uint32_t mask = ma | mb << 8 | mc << 16 | md << 24;
     if (mask == 0) continue;  // at low densities most turns end here
-    if ((mask & (mask - 1)) == 0) {  // and most others have one survivor
-      const size_t j = i + size_t(_tzcnt_u32(mask));
-      offsets[kept] = uint32_t(j);
-      values[kept++] = Memory ? s.memory[begin + j] : Load<D>::at(gradient, begin + j);
+    if (_mm_popcnt_u32(mask) <= kFew) {  // and most others have one survivor or two
+      for (uint32_t rest = mask; rest; rest = _blsr_u32(rest)) {
+        const size_t j = i + size_t(_tzcnt_u32(rest));
+        offsets[kept] = uint32_t(j);
+        values[kept++] = Memory ? s.memory[begin + j] : Load<D>::at(gradient, begin + j);
+      }
       continue;
     }
     emit(ma, a, i);

@@ -101,6 +101,20 @@ class Writer::Stream {
     pending_ = 0;
   }
 
+  // Many at once, at offsets from a begin.
+  void take(uint64_t begin, const uint32_t* offsets, const float* values, size_t n, const Target& target) {
+    for (size_t done = 0; done < n && room;) {
+      const size_t some = std::min(kBlock - pending_, n - done);
+      for (size_t i = 0; i < some; ++i) positions_[pending_ + i] = begin + offsets[done + i];
+      std::memcpy(values_ + pending_, values + done, some * sizeof(float));
+      done += some;
+      pending_ += some;
+      if (pending_ < kBlock) return;
+      room = flush(target);
+      pending_ = 0;
+    }
+  }
+
   // Returns the entries that found room.
   uint64_t finish(const Target& target) {
     if (room && pending_) flush(target);
@@ -142,6 +156,16 @@ class Writer::Stream {
 
 namespace {
 
+// Four sums that do not wait for one another.
+double sum_of_magnitudes(const float* values, size_t n) {
+  double sums[4] = {};
+  size_t i = 0;
+  for (; i + 4 <= n; i += 4)
+    for (size_t lane = 0; lane < 4; ++lane) sums[lane] += magnitude(values[i + lane]);
+  for (; i < n; ++i) sums[0] += magnitude(values[i]);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
 // One chunk of the pass: survivors in offsets and values, of which `written` takes note.
 size_t pass(const Source& source, size_t begin, size_t length, Cut& cut, bool room, uint32_t* offsets, float* values,
             Written& written) {
@@ -150,9 +174,7 @@ size_t pass(const Source& source, size_t begin, size_t length, Cut& cut, bool ro
   const bool ties = room && cut.ties > 0;
   size_t kept = scan_in_use()(source, begin, length, room ? cut.threshold : kNever, ties, offsets, values);
   if (ties) kept = drop_ties(offsets, values, kept, cut);
-  double magnitudes = 0;
-  for (size_t i = 0; i < kept; ++i) magnitudes += magnitude(values[i]);
-  written.magnitudes += magnitudes;
+  written.magnitudes += sum_of_magnitudes(values, kept);
   written.selected += kept;
   return kept;
 }
@@ -167,7 +189,7 @@ Written Writer::add_selected(uint32_t id, const Source& source, size_t n, const 
   float values[kChunk + kSlack];
   for (size_t begin = 0; begin < n && (stream.room || source.memory); begin += kChunk) {
     const size_t kept = pass(source, begin, std::min(kChunk, n - begin), cut, stream.room, offsets, values, w);
-    for (size_t i = 0; i < kept && stream.room; ++i) stream.take(begin + offsets[i], values[i], target);
+    stream.take(begin, offsets, values, kept, target);
   }
   w.sent = stream.finish(target);
   w.ties = cut.ties;
