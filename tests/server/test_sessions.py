@@ -242,7 +242,7 @@ def test_train_helper_still_learns_after_a_lost_session() -> None:
 
     def forget(server: Server) -> None:
         if server.clock.step == 5 and server.members.joined == 1:
-            server._leave(next(iter(server.members.active.values())), stays=True)
+            server._attendance.leave(next(iter(server.members.active.values())), stays=True)
 
     model = small_net()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.4), codec=0.2, on_step=forget)
