@@ -15,10 +15,10 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
-from thinwire.server.courier import ServerError
 from thinwire.server.handshake import hello_of
 from thinwire.server.messages import Kind, Message, parse, with_json
 from thinwire.server.server import Server
+from thinwire.server.standing import ServerError
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection

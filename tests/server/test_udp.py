@@ -51,7 +51,7 @@ def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.Mon
             crew.start(lambda slot=slot: workers.append(train(address, slot, codec=0.2)))
         crew.join()
     assert accuracy(server.model) > 0.75
-    assert all((worker._courier.restored > 0) == (on_loss == "restore") for worker in workers)
+    assert all((worker._courier.pushes.restored > 0) == (on_loss == "restore") for worker in workers)
 
 
 def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
@@ -88,7 +88,7 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
         # The last parts are there, the reports of what arrived of them may still be under way.
         deadline = time.monotonic() + 60
         while any(m.pool.under_way for m in server.members.active.values()) or any(
-            w._courier._unacknowledged for w in workers.values()
+            w._courier.pushes.unacknowledged for w in workers.values()
         ):
             assert time.monotonic() < deadline, "reports of what arrived are missing"
             time.sleep(0.02)

@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.server.courier import Courier, ServerError
+from thinwire.server.courier import Courier
 from thinwire.server.layers import trained
 from thinwire.server.naming import named_codec
 from thinwire.server.pace import Pace, StepTimes
 from thinwire.server.session import Session
+from thinwire.server.standing import ServerError
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
 
@@ -92,7 +93,7 @@ class Worker:
             waiting.clear()
         fired = set(self._fired)
         self._fired.clear()
-        if self._courier.lost or self._courier.session is None:
+        if self._courier.standing.lost or self._courier.standing.session is None:
             self._synchronise()
             return
         early = [i for i in layers if not self.overlap or i not in fired]
@@ -123,7 +124,7 @@ class Worker:
     @property
     def stopped(self) -> str | None:
         """Why the server has ended training, or None while it goes on."""
-        return self._courier.stopped
+        return self._courier.standing.stopped
 
     @property
     def slot(self) -> int:
@@ -138,7 +139,7 @@ class Worker:
     @property
     def codec(self) -> Codec:
         """How gradients are sent; its memory holds what has not been."""
-        return self._courier.codec
+        return self._courier.pushes.codec
 
     @property
     def tell(self) -> dict[str, Any]:
@@ -160,7 +161,7 @@ class Worker:
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        return self._courier.sent, self._courier.received
+        return self._courier.traffic()
 
     def losses(self) -> dict[str, float]:
         """Over udp: datagrams of gradients sent and lost so far, and the sum of magnitudes put back for them."""
@@ -186,7 +187,7 @@ class Worker:
     def _synchronise(self) -> None:
         """Begin a session: all parameters in full, at the clock that the server gives."""
         while True:
-            session = self._courier.wait_for_session(self._patience)
+            session = self._courier.standing.wait_for_session(self._patience)
             if session is None:
                 return
             self._take_terms(session)
@@ -203,7 +204,7 @@ class Worker:
 
     def _await(self, layers: list[int]) -> bool:
         began = time.monotonic()
-        there = self._courier.wait(layers, self.clock, self._patience)
+        there = self._courier.standing.wait(layers, self.clock, self._patience)
         ended = time.monotonic()
         aggregate, synchronise = self._courier.pace.divide(self.clock, began, ended)
         self._times.aggregate += aggregate
