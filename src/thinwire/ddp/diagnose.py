@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codec.codec import Batch
+from thinwire.codec.batch import Batch
 from thinwire.ddp.probe import share
 from thinwire.events import Diagnosis
 from thinwire.exchange.base import Bucket, Exchange, Outcome

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.codec.codec import finite
 from thinwire.codec.frame import FrameReader, sum_frames
+from thinwire.codec.vectors import finite
 from thinwire.server.layers import Layout, flat, trained
 from thinwire.server.lossy import Arrived
 
