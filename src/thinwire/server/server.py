@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from thinwire.codec.codec import Codec
-from thinwire.errors import FrameError
 from thinwire.server.aggregate import Aggregator, Reduce
 from thinwire.server.answers import Answers
 from thinwire.server.attendance import Attendance
@@ -27,7 +26,7 @@ from thinwire.server.layers import Layout
 from thinwire.server.lossy import check_on_loss
 from thinwire.server.lossy_views import LossyViews
 from thinwire.server.members import Member, Members
-from thinwire.server.messages import Kind, Message, MessageError, parse
+from thinwire.server.messages import Kind, Message
 from thinwire.server.naming import named_codec
 from thinwire.server.post import Post
 from thinwire.server.progress import Progress
@@ -35,7 +34,7 @@ from thinwire.server.reception import Reception, Terms
 from thinwire.server.schedule import check_policy
 from thinwire.server.store import Store
 from thinwire.server.views import Views
-from thinwire.transport.base import Listener, Parts, Peer
+from thinwire.transport.base import Listener
 
 log = logging.getLogger("thinwire.server")
 
@@ -189,6 +188,9 @@ class Server:
         )
         self._desk = Desk(
             self.layout,
+            self.members,
+            self._reception,
+            self._attendance,
             self._progress,
             answers,
             self._buffers,
@@ -204,48 +206,10 @@ class Server:
             self._reception.start_after(self.timeout)
         self._attendance.drop_lost()
         for peer, parts in arrived:
-            self._take(peer, parts)
+            self._desk.take(peer, parts)
             self._attendance.drop_lost()
             if self.stopped is not None:
                 return
-
-    # Messages
-
-    def _take(self, peer: Peer, parts: Parts) -> None:
-        member: Member | None = None
-        try:
-            message = parse(parts)
-            member = self.members.find(peer, message.session)
-            self._handle(peer, member, message, sum(map(len, parts)))
-        except (MessageError, FrameError) as error:
-            member = member or self.members.by_peer(peer)
-            self._post.refuse(peer, member, error)
-            if member is not None:
-                self._attendance.leave(member)
-            else:
-                self._post.listener.forget(peer)
-
-    def _handle(self, peer: Peer, member: Member | None, message: Message, size: int) -> None:
-        if message.kind is Kind.HELLO:
-            self._reception.hello(peer, message, self._attendance.leave)
-            return
-        if member is None:
-            if message.kind is Kind.BYE:
-                self.members.waiting = {t: w for t, w in self.members.waiting.items() if w.peer != peer}
-            else:
-                self._attendance.forget(peer, message.session, "the server does not know this session")
-            return
-        if not member.counter.follows(message):
-            reason = "messages were lost on the way"
-            self._attendance.drop(member, reason)
-            self._attendance.forget(peer, message.session, reason)
-            return
-        member.received += size
-        if message.kind is Kind.BYE:
-            log.info("%s leaves", member.label)
-            self._attendance.leave(member)
-        else:
-            self._desk.take(member, message)
 
     # What follows from them
 

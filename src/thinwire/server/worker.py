@@ -16,7 +16,7 @@ from thinwire.codec.codec import Codec
 from thinwire.server.courier import Courier
 from thinwire.server.layers import trained
 from thinwire.server.naming import named_codec
-from thinwire.server.pace import Pace, StepTimes
+from thinwire.server.pace import Pace, StepTimes, Stopwatch
 from thinwire.server.session import Session
 from thinwire.server.standing import ServerError
 from thinwire.transport.addresses import connect
@@ -62,13 +62,12 @@ class Worker:
         self._handles: list[Any] = []
         self._pushed: set[int] = set()  # layers of this step
         self._fired: set[int] = set()  # layers whose modules were called in this step
-        self._times = StepTimes(began=time.monotonic())
+        self._watch = Stopwatch(self._courier.pace)
         self._accumulating = False
-        self.last = StepTimes()
         self._courier.start()
         try:
             self._synchronise()
-            self._times = StepTimes(began=time.monotonic(), ready=time.monotonic())
+            self._watch.begin()
             if self._session is not None:
                 self._install()
         except BaseException:
@@ -81,12 +80,12 @@ class Worker:
         """End a step: what has not been pushed yet is, and the clock goes on. Does nothing after training ended."""
         if self.stopped is not None or self._session is None:
             return
-        self._times.computed = time.monotonic()
+        self._watch.computed()
         session, layers = self._session, range(len(self._session.layout.layers))
         for layer in layers:
             if layer not in self._pushed:
                 self._push(session, layer)
-        self._end_times()
+        self._watch.end_step(self.clock)
         self.clock += 1
         self._pushed.clear()
         for waiting in self._pending:
@@ -135,6 +134,11 @@ class Worker:
     def pace(self) -> Pace:
         """Where the time goes, for those who want to know more than `last` tells."""
         return self._courier.pace
+
+    @property
+    def last(self) -> StepTimes:
+        """Where the time of the last step went."""
+        return self._watch.last
 
     @property
     def codec(self) -> Codec:
@@ -205,20 +209,8 @@ class Worker:
     def _await(self, layers: list[int]) -> bool:
         began = time.monotonic()
         there = self._courier.standing.wait(layers, self.clock, self._patience)
-        ended = time.monotonic()
-        aggregate, synchronise = self._courier.pace.divide(self.clock, began, ended)
-        self._times.aggregate += aggregate
-        self._times.synchronise += synchronise
-        self._times.ready = ended
-        for layer in layers:
-            self._times.waits[layer] = self._times.waits.get(layer, 0.0) + (ended - began) / len(layers)
+        self._watch.waited(layers, self.clock, began)
         return there
-
-    def _end_times(self) -> None:
-        times = self._times
-        self._courier.pace.close_step(times, self.clock)
-        times.compute = max(0.0, times.computed - times.began - times.aggregate - times.synchronise)
-        self.last, self._times = times, StepTimes(began=times.computed)
 
     # Hooks
 
