@@ -8,8 +8,13 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests.cluster import Cluster
+
+# No test asserts times: an example may take long when others compute.
+settings.register_profile("thinwire", deadline=None)
+settings.load_profile("thinwire")
 
 
 @pytest.fixture(scope="session")

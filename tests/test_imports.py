@@ -19,7 +19,7 @@ FLOORS = [
     {"_native"},
 ]
 # Everybody may import the leaves; these rooms import leaves and nothing else.
-LEAVES = {"errors", "events", "observe", "tensorboard"}
+LEAVES = {"errors", "events", "observe", "records", "tensorboard"}
 ALONE = {"lab", "recipes"}
 
 

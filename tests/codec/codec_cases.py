@@ -13,7 +13,7 @@ from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
 
 # Deadlines measure the machine, not the code.
-quick = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 VALUES: list[Values] = [
     tw.Float32(),

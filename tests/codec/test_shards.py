@@ -19,7 +19,7 @@ from thinwire.errors import FrameError
     exact=st.booleans(),
     hold=st.integers(0, 4),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_nothing_is_lost(sizes: list[int], budget: int, selection: Selection, exact: bool, hold: int) -> None:
     codec = Codec(selection, Float32() if exact else Bits(8))
     generator = torch.Generator().manual_seed(sum(sizes))

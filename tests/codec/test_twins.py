@@ -159,7 +159,7 @@ def test_any_positions_travel(numel: int, places: list[float], clustered: bool) 
     assert torch.equal(there, where) and torch.equal(back, values)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(x=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_half_precision_rounds_as_torch_does(x: float) -> None:
     g = {"w": torch.tensor([x])}

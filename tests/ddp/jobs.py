@@ -100,7 +100,7 @@ def converge(rank: int, names: list[str | None], steps: int, rate: float) -> Rea
 
 def together(rank: int, steps: int) -> tuple[list[int], list[int]]:
     """Train with small buckets exchanged together; checksums, and elements per exchange of the last step."""
-    from thinwire.ddp import link as module
+    from thinwire.ddp import thread as module
 
     before, module.SMALL = module.SMALL, 1 << 19
     seen: list[int] = []

@@ -1,8 +1,10 @@
 """The default recipe: its data, and that a few steps of training learn something."""
 
 import torch
+from sklearn.datasets import load_digits
 
 from thinwire.recipes import get_recipe
+from thinwire.recipes.digits import read_digits
 from thinwire.recipes.recipe import DataOrder, TensorSplit
 
 
@@ -18,6 +20,13 @@ def test_the_data_is_split_once_and_for_all() -> None:
     assert abs(float(one.train.inputs.mean())) < 1e-4
     assert abs(float(one.train.inputs.std()) - 1) < 1e-4
     assert sorted(set(one.test.labels.tolist())) == list(range(10))
+
+
+def test_the_file_holds_what_scikit_learn_reads_from_it() -> None:
+    known, answers = load_digits(return_X_y=True)
+    pixels, labels = read_digits()
+    assert torch.equal(pixels, torch.from_numpy(known).float())
+    assert torch.equal(labels, torch.from_numpy(answers))
 
 
 def test_it_learns() -> None:

@@ -64,7 +64,7 @@ class Room:
 actions = st.lists(st.tuples(st.sampled_from(["join", "leave", "push"]), st.integers(0, 99)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(actions, st.sampled_from([0, 1, 3, None]), st.booleans())
 def test_any_order_of_joins_leaves_and_pushes(actions: list[Any], bound: int | None, phased: bool) -> None:
     room = Room(bound, phased)

@@ -16,7 +16,6 @@ with_bytes = st.sampled_from([Kind.PUSH, Kind.DELTA, Kind.WHOLE, Kind.ACK, Kind.
 u32 = st.integers(0, 2**32 - 1)
 
 
-@settings(deadline=None)
 @given(with_bytes, u32, u32, u32, st.integers(0, 2**48), st.integers(0, 2**64 - 1), st.binary(), st.integers(0, 65535))
 def test_round_trip(
     kind: Kind, session: int, layer: int, part: int, clock: int, number: int, body: bytes, n: int
@@ -25,7 +24,7 @@ def test_round_trip(
     assert parse([memoryview(part) for part in message.parts(n)]) == message
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(st.binary(max_size=64), max_size=4), st.binary(min_size=30, max_size=30), st.integers(0, 40))
 def test_random_bytes_are_refused_and_nothing_else(parts: list[bytes], tail: bytes, cut: int) -> None:
     head = bytes(with_json(Kind.HELLO, a=1).parts()[0])

@@ -15,10 +15,10 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
-from thinwire.server.courier import ServerError
 from thinwire.server.handshake import hello_of
 from thinwire.server.messages import Kind, Message, parse, with_json
 from thinwire.server.server import Server
+from thinwire.server.standing import ServerError
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
@@ -242,7 +242,7 @@ def test_train_helper_still_learns_after_a_lost_session() -> None:
 
     def forget(server: Server) -> None:
         if server.clock.step == 5 and server.members.joined == 1:
-            server._leave(next(iter(server.members.active.values())), stays=True)
+            server._attendance.leave(next(iter(server.members.active.values())), stays=True)
 
     model = small_net()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.4), codec=0.2, on_step=forget)

@@ -129,7 +129,7 @@ def test_more_staleness_is_not_slower_and_never_beyond_its_bound(seed: int) -> N
         assert all(looser <= 1.05 * tighter for tighter, looser in pairwise(makespans))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), bound=st.integers(0, 2), policy=st.sampled_from(ALL))
 def test_what_holds_in_any_case(seed: int, bound: int, policy: str) -> None:
     given_case = random_case(seed, bound)

@@ -16,6 +16,7 @@ from thinwire.codec.values import Float32
 from thinwire.errors import TransportError
 from thinwire.race.served import check_terms
 from thinwire.server.lossy_views import LossyViews
+from thinwire.server.members import Member
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport import udp_listener
@@ -51,7 +52,24 @@ def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.Mon
             crew.start(lambda slot=slot: workers.append(train(address, slot, codec=0.2)))
         crew.join()
     assert accuracy(server.model) > 0.75
-    assert all((worker._courier.restored > 0) == (on_loss == "restore") for worker in workers)
+    assert all((worker._courier.pushes.restored > 0) == (on_loss == "restore") for worker in workers)
+
+
+def assert_agreed(server: Server, member: Member, net: nn.Module) -> None:
+    """The server's view of a worker is its model bit for bit, but for what it is owed."""
+    assert isinstance(server.views, LossyViews)
+    own, theirs = dict(server.model.named_parameters()), dict(net.named_parameters())
+    for layer, part in server.layout.places():
+        pieces = server.layout.layers[layer].parts[part]
+        owed = server.views.owed(member.session, layer, part)
+        all_missing = server.views.held_back(member.session, layer, part)
+        for tensor, (piece, missing) in enumerate(zip(pieces, all_missing, strict=True)):
+            ours = own[piece.parameter].detach().view(-1)[piece.begin : piece.end]
+            view = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]
+            agreed = torch.ones(len(missing), dtype=torch.bool)
+            agreed[owed.get(tensor, torch.tensor([], dtype=torch.int64))] = False
+            assert agreed.float().mean() > 0.8 or len(agreed) < 100  # of a step's 10 %, what was lost last
+            assert torch.equal((ours - view)[agreed], missing[agreed])
 
 
 def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
@@ -88,28 +106,15 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
         # The last parts are there, the reports of what arrived of them may still be under way.
         deadline = time.monotonic() + 60
         while any(m.pool.under_way for m in server.members.active.values()) or any(
-            w._courier._unacknowledged for w in workers.values()
+            w._courier.pushes.unacknowledged for w in workers.values()
         ):
             assert time.monotonic() < deadline, "reports of what arrived are missing"
             time.sleep(0.02)
-        own = dict(model.named_parameters())
-        assert isinstance(server.views, LossyViews)
         for member in server.members.active.values():
-            theirs = dict(workers[member.slot].model.named_parameters())
-            for layer, part in server.layout.places():
-                pieces = server.layout.layers[layer].parts[part]
-                owed = server.views.owed(member.session, layer, part)
-                all_missing = server.views.held_back(member.session, layer, part)
-                for tensor, (piece, missing) in enumerate(zip(pieces, all_missing, strict=True)):
-                    ours = own[piece.parameter].detach().view(-1)[piece.begin : piece.end]
-                    view = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]
-                    agreed = torch.ones(len(missing), dtype=torch.bool)
-                    agreed[owed.get(tensor, torch.tensor([], dtype=torch.int64))] = False
-                    assert agreed.float().mean() > 0.8 or len(agreed) < 100  # of a step's 10 %, what was lost last
-                    assert torch.equal((ours - view)[agreed], missing[agreed])
+            assert_agreed(server, member, workers[member.slot].model)
             figures = server.listener_figures(member)
             assert figures["datagrams_lost"] > 100 and figures["datagrams_missing"] > 100
-        for (name, p), start, one, two in zip(own.items(), begun, pushed[0], pushed[1], strict=True):
+        for (name, p), start, one, two in zip(model.named_parameters(), begun, pushed[0], pushed[1], strict=True):
             applied = (start - p.detach()) / 0.0625
             whole = f"{name}[0:{p.numel()}]"
             held = [workers[slot].codec.held(whole)["residual"].view_as(p) for slot in range(2)]

@@ -21,7 +21,7 @@ from thinwire.transport.pieces import pack
 events = st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 3)), max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(events, st.integers(0, 2**31))
 # One of two that were alike goes ahead, twice at the same edition: the other must not be taken where it is now.
 @example([("pull", 0), ("pull", 1), ("change", 0), ("pull", 0), ("pull", 0), ("pull", 1)], 0)
@@ -46,7 +46,7 @@ def test_workers_have_what_their_nodes_say(events: list[tuple[str, int]], seed: 
             assert torch.equal(model[0] - values[0], views.held_back(each, 0, 0)[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 2)), max_size=40),
     st.integers(0, 2**31),
@@ -115,7 +115,7 @@ def test_workers_in_step_share_one_delta_and_old_ones_are_let_go() -> None:
     assert chain <= 1  # what a slow worker has must not keep all editions since
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=6), st.integers(0, 200))
 def test_a_layout_has_every_element_once(sizes: list[tuple[int, int]], cut: int) -> None:
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in sizes))

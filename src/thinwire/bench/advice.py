@@ -7,13 +7,14 @@ import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+
+from thinwire.race.options import JsonFile, write_json
 
 METHODS = "dense,fp16,percentile90,topk1"
 BAR = 0.20
@@ -41,7 +42,7 @@ def advice_command(
     batch: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps per method and round.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Predictions and measurements in turn.")] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Predicted against measured step times on emulated hosts."""
     from thinwire.race.methods import check_method
@@ -56,9 +57,7 @@ def advice_command(
         cell for number in hosts.split(",") for rate in rates.split(",") for cell in measure(int(number), rate, options)
     ]
     _show(cells)
-    if json_file is not None:
-        rows = [{**asdict(cell), "error": cell.error} for cell in cells]
-        json_file.write_text(json.dumps({**options, "cells": rows}, indent=1) + "\n")
+    write_json(json_file, {**options, "cells": [{**asdict(cell), "error": cell.error} for cell in cells]})
 
 
 def measure(hosts: int, rate: str, options: dict[str, Any]) -> list[Cell]:

@@ -8,7 +8,6 @@ import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +15,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from thinwire.race.options import JsonFile, write_json
 
 METHODS = "infinite,dense,fp16,powersgd,topk1"
 
@@ -42,7 +43,7 @@ def ddp_command(
     steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that every method gets.")] = 5,
     warmup: Annotated[int, typer.Option(min=3, help="Steps before anything is measured.")] = 4,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Step time, bytes per host and tax of each method on emulated hosts."""
     from thinwire.race.methods import check_method
@@ -55,9 +56,7 @@ def ddp_command(
     options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
     rows = measure(hosts, rate, options)
     _show(rows, hosts, rate)
-    if json_file is not None:
-        figures = {"hosts": hosts, "rate": rate, **options, "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(json_file, {"hosts": hosts, "rate": rate, **options, "rows": [asdict(row) for row in rows]})
 
 
 def measure(hosts: int, rate: str, options: dict[str, Any]) -> list[Row]:

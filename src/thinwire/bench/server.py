@@ -9,7 +9,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +16,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from thinwire.race.options import JsonFile, write_json
 
 PARTS = ("phases", "stragglers", "policies")
 
@@ -82,7 +83,7 @@ def server_command(
     only: Annotated[str, typer.Option(help="Parts to run: phases, stragglers, policies.")] = ",".join(PARTS),
     steps: Annotated[int, typer.Option(min=3, help="Steps of the dense runs.")] = 8,
     seconds: Annotated[float, typer.Option(min=2.0, help="Length of the runs with stragglers.")] = 15.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Phase times, stragglers and scheduling policies of the parameter server."""
     parts = [part.strip() for part in only.split(",")]
@@ -106,8 +107,7 @@ def server_command(
         console.print(
             f"{'met   ' if measured >= bar else 'MISSED'} {what}: {measured:.2f}x (bar {bar}x)", highlight=False
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(json_file, figures)
 
 
 Lines = list[tuple[str, dict[str, Any]]]

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from thinwire.race.turns import Slow, take_turns
 from thinwire.recipes.convnet import cuda_convnet
+from thinwire.recipes.digits import read_digits
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import listen
@@ -60,8 +60,8 @@ def batches(model: str, size: int, rank: int) -> list[tuple[Tensor, Tensor]]:
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
     """All digits that come with scikit-learn; those from 1300 on are kept for testing."""
-    data = load_digits()
-    return torch.tensor(data.data, dtype=torch.float32) / 16.0, torch.tensor(data.target)
+    pixels, labels = read_digits()
+    return pixels / 16.0, labels
 
 
 def serve(run: dict[str, Any], address: str) -> None:

@@ -1,51 +1,30 @@
 """Codec: memory + selection + values; gradients become a frame and frames become gradients.
 
-The whole way out is `encode`: check, accumulate, choose, write. State is kept per parameter name.
+The whole way out is `encode`: check, accumulate, choose, write.
 """
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire import _native
+from thinwire.codec.batch import Batch, Observer
 from thinwire.codec.frame import Frame, FrameReader, section_bound
+from thinwire.codec.keeping import Keeper
 from thinwire.codec.memory import Memory, Residual
 from thinwire.codec.selection import RandomK, Selection, TopK
 from thinwire.codec.values import SEEDS, Bits, Values
-from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vector
-from thinwire.codec.writing import EVERYTHING, Chosen, Place, put_native, put_torch
+from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vector, finite
+from thinwire.codec.writing import EVERYTHING, Chosen, Place, empty_frame, open_writer, put_native, put_torch
 
-State = dict[str, Any]
 Scope = Literal["tensor", "global"]
 Kernels = Literal["auto", "native", "torch"]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Gradients that are in the memory, and what of them is to travel; sections are their places in the frame."""
-
-    names: list[str]
-    vectors: list[Vector]
-    chosen: list[Chosen]
-    sections: list[int]
-    step: int
-
-
-class Observer(Protocol):
-    """Somebody who watches a codec's batches."""
-
-    def opened(self, batch: Batch) -> None:
-        """Gradients are in the memory and what is to travel is chosen."""
-
-    def written(self, batch: Batch) -> None:
-        """What travels is in a frame, the rest in the memory."""
-
-
-class Codec:
+class Codec(Keeper):
     """Compresses named tensors into frames and keeps what did not travel.
 
     selection: a Selection, or a density, which means TopK(density).
@@ -69,16 +48,15 @@ class Codec:
             raise ValueError(f'scope is "tensor" or "global", not {scope!r}')
         if kernels not in ("auto", "native", "torch"):
             raise ValueError(f'kernels is "auto", "native" or "torch", not {kernels!r}')
-        self.selection = selection if isinstance(selection, Selection) else TopK(selection)
+        super().__init__(
+            selection if isinstance(selection, Selection) else TopK(selection),
+            memory if memory is not None else Residual(),
+        )
         self.values = values if values is not None else Bits(8)
-        self.memory = memory if memory is not None else Residual()
         self.scope = scope
         self.min_numel = min_numel
         self.kernels = kernels
-        self.step = 0
         self.observer: Observer | None = None
-        self._slots: dict[str, dict[str, Tensor]] = {}
-        self._learned: dict[str, dict[str, float]] = {}
         self._reserves: tuple[tuple[int, ...], list[int]] = ((), [])  # the last answer: sizes seldom change
 
     def __repr__(self) -> str:
@@ -135,17 +113,6 @@ class Codec:
         if held and next(iter(held.values())).numel() != tensor.numel():
             raise ValueError(f"{name}: the memory holds another number of elements than the {tensor.numel()} given")
         return tensor.detach().contiguous()
-
-    def open_slots(self, name: str, gradient: Tensor) -> dict[str, Tensor]:
-        """The memory's tensors of a parameter, made if they are not there yet."""
-        held = self._slots.setdefault(name, {})
-        for slot in self.memory.slots:
-            tensor = held.get(slot)
-            if tensor is None:
-                held[slot] = torch.zeros(gradient.numel(), device=gradient.device)
-            elif tensor.device != gradient.device:
-                held[slot] = tensor.to(gradient.device)
-        return held
 
     def native_for(self, vectors: Sequence[Vector]) -> bool:
         """Whether the kernels take these vectors, or torch operations do."""
@@ -244,8 +211,6 @@ class Codec:
         reader.add_to(list(outs.values()))
         return outs
 
-    # State
-
     def fresh(self) -> "Codec":
         """A codec of the same configuration that remembers nothing."""
         return Codec(
@@ -256,87 +221,6 @@ class Codec:
             min_numel=self.min_numel,
             kernels=self.kernels,
         )
-
-    def held(self, name: str) -> dict[str, Tensor]:
-        """The memory's tensors of one parameter, flat; empty before its first encode."""
-        return self._slots.get(name, {})
-
-    @property
-    def learned(self) -> dict[str, dict[str, float]]:
-        """What the selection remembers, by the first parameter of each group."""
-        return self._learned
-
-    def give_back(self, name: str, positions: Tensor, values: Tensor) -> None:
-        """Put entries back into the memory that were sent and did not count, or that another rank's memory lost."""
-        residual = self._slots.get(name, {}).get("residual")
-        if residual is not None:
-            residual.index_add_(0, positions.to(residual.device), values.to(residual.device))
-
-    def rescale(self, factor: float, names: Collection[str] | None = None) -> None:
-        """Multiply the memory (of some parameters, or of all), when the unit of the gradients changes.
-
-        After a change of the loss scale call it with new / old. After a change of the learning rate call it with
-        old / new, so that what is held back is applied at the rate it was computed for.
-        """
-        if not (0.0 < factor < float("inf")):
-            raise ValueError(f"a memory is rescaled by a positive finite factor, not {factor}")
-        for name in self._slots if names is None else names:
-            for tensor in self._slots.get(name, {}).values():
-                tensor.mul_(factor)
-            self.selection.rescale(factor, self._learned.get(name, {}))
-
-    def state_dict(self) -> State:
-        """Plain tensors and numbers by parameter name, loadable with `torch.load(weights_only=True)`."""
-        memory = {name: {slot: t.clone() for slot, t in slots.items()} for name, slots in self._slots.items()}
-        learned = {label: dict(values) for label, values in self._learned.items() if values}
-        return {"version": 1, "step": self.step, "memory": memory, "selection": learned}
-
-    def load_state_dict(self, state: State) -> None:
-        """Take over a saved state; raises ValueError and changes nothing if it is not one of this memory."""
-        if state.get("version") != 1:
-            raise ValueError(f"the codec's state has version {state.get('version')!r}, this thinwire reads 1")
-        missing = {"step", "memory", "selection"} - set(state)
-        if missing:
-            raise ValueError(f"the codec's state lacks {', '.join(sorted(missing))}")
-        for name, slots in state["memory"].items():
-            self._check_slots(name, slots)
-        self.step = int(state["step"])
-        self._slots = {
-            name: {slot: t.detach().clone().float().reshape(-1) for slot, t in slots.items()}
-            for name, slots in state["memory"].items()
-        }
-        self._learned = {label: dict(values) for label, values in state["selection"].items()}
-
-    def _check_slots(self, name: str, slots: Mapping[str, Tensor]) -> None:
-        if set(slots) != set(self.memory.slots):
-            raise ValueError(f"{name}: the state holds {sorted(slots)}, {self.memory} needs {list(self.memory.slots)}")
-        if len({tensor.numel() for tensor in slots.values()}) > 1:
-            raise ValueError(f"{name}: the tensors {sorted(slots)} of the state differ in size")
-        for slot, tensor in slots.items():
-            if not tensor.isfinite().all():
-                raise ValueError(f"{name}: the state's {slot} holds a value that is not finite")
-
-
-def finite(tensor: Tensor) -> bool:
-    """Whether every element of a contiguous tensor is finite."""
-    if tensor.device.type != "cpu":
-        return bool(tensor.isfinite().all())
-    return _native.all_finite(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel())
-
-
-def open_writer(capacity: int) -> tuple[Tensor, _native.Writer]:
-    """A buffer and the writer that fills it."""
-    if capacity < _native.HEADER_BYTES:
-        raise ValueError(f"a budget of {capacity} bytes cannot hold a frame's header of {_native.HEADER_BYTES}")
-    buffer = torch.empty(capacity, dtype=torch.uint8)
-    return buffer, _native.Writer(buffer.data_ptr(), capacity)
-
-
-def empty_frame(culprit: str) -> Frame:
-    """The frame that tells everybody of a non-finite input."""
-    buffer = torch.empty(_native.HEADER_BYTES, dtype=torch.uint8)
-    _native.Writer(buffer.data_ptr(), len(buffer)).finish(1)
-    return Frame(buffer, non_finite=culprit)
 
 
 def _seed(seed: int, step: int, name: str) -> int:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from thinwire import _native
-from thinwire.codec.codec import Batch, Codec, empty_frame
+from thinwire.codec.batch import Batch
+from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame
 from thinwire.codec.selection import Strata
 from thinwire.codec.vectors import Vector
-from thinwire.codec.writing import Chosen, Entries, Place, SentEntries, put_native, put_torch, take_entries
+from thinwire.codec.writing import Chosen, Entries, Place, SentEntries, empty_frame, put_native, put_torch, take_entries
 
 
 @dataclass(frozen=True)

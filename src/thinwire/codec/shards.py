@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from thinwire import _native
-from thinwire.codec.codec import Codec, open_writer
+from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader, section_bound
 from thinwire.codec.selection import Strata
 from thinwire.codec.values import Float32, Values
 from thinwire.codec.vectors import Vector
-from thinwire.codec.writing import Chosen, Entries, Place, SentEntries, put_native, take_entries
+from thinwire.codec.writing import Chosen, Entries, Place, SentEntries, open_writer, put_native, take_entries
 from thinwire.errors import FrameError
 
 # The first tensor's place in the batch, and the element from which its positions count.

@@ -234,3 +234,10 @@ def _one_of_each(vector: Vector, stride: int, seed: int) -> Tensor:
     places = starts + torch.randint(stride, starts.shape, generator=generator, device=device)
     memory = vector.memory[places] if vector.memory is not None else None
     return replace(vector, gradient=vector.gradient.reshape(-1)[places], memory=memory).accumulated()
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every element of a contiguous tensor is finite."""
+    if tensor.device.type != "cpu":
+        return bool(tensor.isfinite().all())
+    return _native.all_finite(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel())

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codec.codec import Batch
+from thinwire.codec.batch import Batch
 from thinwire.ddp.probe import share
 from thinwire.events import Diagnosis
 from thinwire.exchange.base import Bucket, Exchange, Outcome
@@ -235,3 +235,13 @@ def _largest(vector: Tensor, entries: int) -> Tensor:
     magnitudes = vector.abs()
     least = float(np.partition(magnitudes.numpy(), n - entries)[n - entries])
     return torch.where(magnitudes >= least, vector, 0.0)
+
+
+def agree_on_every(channel: Channel, every: int) -> None:
+    """ValueError on all ranks if they ask for diagnoses at different steps, or for something that is no number."""
+    wishes = [int(row[0]) for row in share(channel, [float(every)])]
+    if len(set(wishes)) > 1:
+        rank = next(r for r, wish in enumerate(wishes) if wish != wishes[0])
+        raise ValueError(f"rank 0 asks for a diagnosis every {wishes[0]} steps and rank {rank} every {wishes[rank]}")
+    if every < 0:
+        raise ValueError(f"every counts steps from 1, or 0 for never, not {every}")

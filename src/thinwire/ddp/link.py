@@ -1,12 +1,5 @@
-"""Link: one attached model; owns its codec, its exchange, its counters and the thread that talks for it.
+"""Link: one attached model; owns its codec, its exchange, its counters and the thread that talks for it."""
 
-Buckets arrive in the same order on every rank and are worked through in that order by one thread, so that
-collectives can never cross; the backward pass goes on meanwhile.
-"""
-
-import queue
-import re
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,21 +13,16 @@ from torch import Tensor
 
 from thinwire.codec.codec import Codec
 from thinwire.ddp.buckets import Job, Opened, all_zero
-from thinwire.ddp.diagnose import Examiner
-from thinwire.ddp.probe import share
-from thinwire.ddp.replicas import check_replicas, gather_reasons
+from thinwire.ddp.diagnose import Examiner, agree_on_every
+from thinwire.ddp.replicas import check_replicas, describe_failure
 from thinwire.ddp.states import load_link_state, mean_link_state, without_strangers
 from thinwire.ddp.stats import Counters, Stats
+from thinwire.ddp.thread import BucketThread
 from thinwire.ddp.units import UnitWatch
 from thinwire.errors import LinkError
 from thinwire.events import Diagnosis
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel
-
-Item = tuple[Job, "torch.futures.Future[Any]"]
-
-# Elements below which a bucket waits for the next: a collective costs more than the overlap of so little gains.
-SMALL = 1 << 19
 
 
 class Link:
@@ -68,16 +56,12 @@ class Link:
         self._examiner: Examiner | None = None
         self._outcomes: list[Outcome] = []
         self._spoiled = False  # whether the step under way will be skipped
-        self._waiting: list[Item] = []
         # Names exchanged together: so far in this step, in the one before, and when a loaded state was saved.
         self._groups_now: list[list[str]] = []
         self._groups_before: list[list[str]] = []
         self._resumed: list[list[str]] | None = None
-        self._failure: LinkError | None = None
-        self._jobs: queue.Queue[Item | None] = queue.Queue()
-        # The thread must not keep a link alive that nobody holds any more: it ends when the link is collected.
-        weakref.finalize(self, self._jobs.put, None)
-        threading.Thread(target=_work, args=(self._jobs, weakref.ref(self)), name="thinwire-link", daemon=True).start()
+        self._thread = BucketThread(self._run, self._describe)
+        weakref.finalize(self, self._thread.end)
 
     def __repr__(self) -> str:
         total = sum(p.numel() for p in self._parameters.values())
@@ -90,52 +74,10 @@ class Link:
 
     def submit(self, job: Job) -> torch.futures.Future[Any]:
         """Queue a bucket; the future's value is the buffer with the mean, or the error that stopped it."""
-        future: torch.futures.Future[Any] = torch.futures.Future(
-            devices=[job.buffer.device] if job.buffer.is_cuda else None
-        )
-        if self._failure is not None:
-            future.set_result(self._failure)
-            return future
-        self._jobs.put((job, future))
-        return future
-
-    def _take(self, job: Job, future: "torch.futures.Future[Any]") -> None:
-        """Work on one bucket, or pass on why not; whatever it is, the backward pass that waits must hear of it."""
-        if job.begins_step:
-            self._waiting.clear()
-        self._waiting.append((job, future))
-        small = sum(waiting.buffer.numel() for waiting, _ in self._waiting) < SMALL
-        if (small or self._resumed is not None) and not job.last and self._failure is None:
-            return
-        jobs = [waiting for waiting, _ in self._waiting]
-        error: Exception | None = None
-        if self._failure is None:
-            try:
-                self._run(jobs)
-            except Exception as caught:
-                error = caught.with_traceback(None)  # its frames hold the process group, which must be let go
-        if error is not None:
-            self._failure = error if isinstance(error, LinkError) else self._describe(error)
-        for waiting, answer in self._waiting:
-            answer.set_result(waiting.buffer if self._failure is None else self._failure)
-        self._waiting.clear()
+        return self._thread.submit(job)
 
     def _describe(self, error: Exception) -> LinkError:
-        """One sentence: who, when, and whose fault it is as far as the ranks that are left can tell."""
-        text = re.sub(r"^\[[^\]]*\] *", "", " ".join(str(error).split()))  # without the backend's source line
-        own = "" if isinstance(error, RuntimeError) else text  # collectives raise RuntimeErrors
-        where = f"rank {self._channel.rank}, step {self.step}"
-        for channel in {self._channel, *self.exchange.channels()}:
-            channel.abort()
-        reasons = gather_reasons(self._channel, self.step, own)
-        if own:
-            return LinkError(f"{where}: {own}")
-        for rank, reason in reasons.items():
-            if reason:
-                return LinkError(f"{where}: rank {rank} failed: {reason}")
-        silent = [str(rank) for rank, reason in reasons.items() if reason is None]
-        who = f"; no sign of rank {', '.join(silent)}" if silent else ""
-        return LinkError(f"{where}: the exchange failed{who}: {text}")
+        return describe_failure(error, self._channel, self.exchange.channels(), self.step)
 
     def _run(self, jobs: list[Job]) -> None:
         """One bucket, or small ones together; after a resumption a whole step, regrouped as it was when saved."""
@@ -170,6 +112,7 @@ class Link:
         """The names that are exchanged together: all that are here, or the saved groups if they hold the same names."""
         groups = [[name for job in jobs for name in job.gradients]]
         saved, self._resumed = self._resumed, None
+        self._thread.whole_steps = False
         if saved and sorted(chain(*saved)) == sorted(chain(*groups)):
             groups = saved
         self._groups_now += groups
@@ -224,7 +167,7 @@ class Link:
 
     def wait(self) -> None:
         """Return when no bucket is under way."""
-        self._jobs.join()
+        self._thread.wait()
 
     # For users
 
@@ -239,14 +182,7 @@ class Link:
         Figures go to the log (logger "thinwire", level INFO) and to `diagnoses`; docs/convergence.md explains them.
         """
         self.wait()
-        wishes = [int(row[0]) for row in share(self._channel, [float(every)])]
-        if len(set(wishes)) > 1:
-            rank = next(r for r, wish in enumerate(wishes) if wish != wishes[0])
-            raise ValueError(
-                f"rank 0 asks for a diagnosis every {wishes[0]} steps and rank {rank} every {wishes[rank]}"
-            )
-        if every < 0:
-            raise ValueError(f"every counts steps from 1, or 0 for never, not {every}")
+        agree_on_every(self._channel, every)
         self._examiner = self.codec.observer = Examiner(self._channel, every) if every else None
 
     def rescale(self, factor: float) -> None:
@@ -310,6 +246,7 @@ class Link:
         self.step = int(mine["step"])
         # DDP begins with other buckets than it had: regrouping its first step makes it that of an unbroken run.
         self._resumed = [list(names) for names in mine["buckets"]] or None
+        self._thread.whole_steps = self._resumed is not None
 
 
 @dataclass(frozen=True)
@@ -323,12 +260,3 @@ class GatheredLink:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.link.load_state_dict(state)
-
-
-def _work(jobs: "queue.Queue[Item | None]", link: "weakref.ref[Link]") -> None:
-    while (item := jobs.get()) is not None:
-        owner = link()
-        if owner is not None:
-            owner._take(*item)
-        del owner, item
-        jobs.task_done()

@@ -12,16 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from thinwire.codec.codec import Codec
-from thinwire.codec.frame import FrameReader
 from thinwire.codec.selection import TopK
 from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
 from thinwire.ddp.link import Link
 from thinwire.ddp.machines import Machines
 from thinwire.ddp.probe import probe_network, share
+from thinwire.ddp.timing import codec_seconds, copy_seconds
 from thinwire.exchange.agree import gather_json
 from thinwire.exchange.base import Groups
 from thinwire.exchange.channel import Channel
@@ -119,7 +117,7 @@ class Pilot:
     def sample(self, gradients: Mapping[str, Tensor]) -> None:
         """Take the law of a bucket's large tensors, memory included; and what a codec takes, if none is in use."""
         if not self._codec:
-            encode, decode = _codec_seconds(self._link.codec, gradients)
+            encode, decode = codec_seconds(self._link.codec, gradients)
             self._trial = self._trial[0] + encode, self._trial[1] + decode
         for name, gradient in gradients.items():
             if gradient.numel() < self._link.codec.min_numel:
@@ -195,7 +193,7 @@ class Pilot:
         assert step is not None
         codec = [statistics.median(column) for column in zip(*self._codec[-LOOK:], strict=True)] or self._trial
         ready = [filled - step.filled[-1] for filled in step.filled]
-        mine = [*codec, _copy_seconds(sum(step.buckets)), *self._squares]
+        mine = [*codec, copy_seconds(sum(step.buckets)), *self._squares]
         everybody = gather_json(self._channel, {"mine": mine, "buckets": step.buckets, "ready": ready})
         columns = list(zip(*(row["mine"] for row in everybody), strict=True))
         # In a hierarchical exchange only the machines' first ranks know what a codec takes.
@@ -238,25 +236,3 @@ class Pilot:
         held = [t for name in self._sizes for t in self._link.codec.held(name).values()]
         mine = float(any(bool(t.any()) for t in held))
         return not any(row[0] for row in share(self._channel, [mine]))
-
-
-def _codec_seconds(codec: Codec, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
-    """What it takes to encode gradients, once the codec knows their size, and to read the frame."""
-    fresh = codec.fresh()
-    fresh.encode(gradients)
-    began = time.perf_counter()
-    frame = fresh.encode(gradients)
-    encoded = time.perf_counter()
-    outs = [torch.zeros(g.numel()) for g in gradients.values()]
-    zeroed = time.perf_counter()
-    FrameReader(frame, [out.numel() for out in outs]).add_to(outs)
-    return encoded - began, time.perf_counter() - zeroed
-
-
-def _copy_seconds(elements: int) -> float:
-    """What it takes to narrow so many elements to 16 bits and back."""
-    part = min(elements, 1 << 20)
-    x = torch.ones(part)
-    began = time.perf_counter()
-    x.copy_(x.to(torch.float16))
-    return (time.perf_counter() - began) * elements / max(part, 1)

@@ -3,8 +3,9 @@
 A checksum of every parameter is a few bytes; comparing them now and then turns silent divergence into an error.
 """
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -51,3 +52,21 @@ def gather_reasons(channel: Channel, step: int, reason: str, patience: float = 2
         return {r: store.get(key).decode()[1:] if store.check([key]) else None for r, key in enumerate(keys)}
     except (RuntimeError, ValueError):  # the store died with its rank: nobody can be named
         return {}
+
+
+def describe_failure(error: Exception, channel: Channel, channels: Iterable[Channel], step: int) -> LinkError:
+    """One sentence: who, when, and whose fault it is as far as the ranks that are left can tell."""
+    text = re.sub(r"^\[[^\]]*\] *", "", " ".join(str(error).split()))  # without the backend's source line
+    own = "" if isinstance(error, RuntimeError) else text  # collectives raise RuntimeErrors
+    where = f"rank {channel.rank}, step {step}"
+    for each in {channel, *channels}:
+        each.abort()
+    reasons = gather_reasons(channel, step, own)
+    if own:
+        return LinkError(f"{where}: {own}")
+    for rank, reason in reasons.items():
+        if reason:
+            return LinkError(f"{where}: rank {rank} failed: {reason}")
+    silent = [str(rank) for rank, reason in reasons.items() if reason is None]
+    who = f"; no sign of rank {', '.join(silent)}" if silent else ""
+    return LinkError(f"{where}: the exchange failed{who}: {text}")

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from thinwire import _native
-from thinwire.codec.codec import Codec, empty_frame
+from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader, sum_frames
 from thinwire.codec.memory import Drop
 from thinwire.codec.parts import Deal, Part, encode_leftover, encode_parts
 from thinwire.codec.selection import RandomK, Threshold
+from thinwire.codec.writing import empty_frame
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
 from thinwire.exchange.channel import Channel
 

@@ -1,8 +1,6 @@
 """The command `thinwire advise`: what each method would do on a network, before the machines are rented."""
 
 import os
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +8,8 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+
+from thinwire.race.options import Batch, Data, JsonFile, invocation, write_json
 
 if TYPE_CHECKING:
     from thinwire.race.advising import Report
@@ -24,14 +24,12 @@ def advise_command(
     latency: Annotated[str, typer.Option(help="One way between two machines: 200us, 5ms.")] = "200us",
     probe: Annotated[bool, typer.Option("--probe", help="Measure the real links; under torchrun.")] = False,
     methods: Annotated[str, typer.Option(help="Comma-separated, besides dense and fp16.")] = METHODS,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per worker and step.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
+    batch: Batch = None,
+    data: Data = None,
+    json_file: JsonFile = None,
     report: Annotated[Path | None, typer.Option(help="Write a page with a plot.")] = None,
 ) -> None:
     """Predict step time, tax and bytes of each method, and say whether to compress at all."""
-    import json
-
     import torch.distributed as dist
 
     from thinwire.lab.units import parse_delay
@@ -49,12 +47,9 @@ def advise_command(
         dist.init_process_group("gloo")
         wire = probed_wire()
     rank = dist.get_rank() if probe else 0
-    found = make_report(
-        subject_of(model, data=data, batch=batch, rank=rank), wire, names, shlex.join(["thinwire", *sys.argv[1:]])
-    )
+    found = make_report(subject_of(model, data=data, batch=batch, rank=rank), wire, names, invocation())
     if rank == 0:
-        if json_file is not None:
-            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n")
+        write_json(json_file, found.to_json())
         if report is not None:
             found.page(report)
         _show(found, report)

@@ -1,9 +1,6 @@
 """The command `thinwire race`: dense against sparse on an emulated cluster, live, with a table and a verdict."""
 
-import json
-import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,40 +13,56 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.race.options import (
+    Batch,
+    Data,
+    Diagnose,
+    EvaluateEvery,
+    JsonFile,
+    LearningRate,
+    MaxSteps,
+    Page,
+    RecipeName,
+    Target,
+    invocation,
+    write_json,
+)
+
 if TYPE_CHECKING:
     from thinwire.race.loss_race import LossRace, LossResult
-    from thinwire.race.race import Result
+    from thinwire.race.race import Field, Result
+    from thinwire.race.worker import Work
+    from thinwire.recipes.recipe import Recipe
 
 METHODS = "dense,fp16,percentile90,topk1"
 
 
 def race_command(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or module:function.")] = "digits",
+    recipe: RecipeName = "digits",
     hosts: Annotated[int, typer.Option(min=2, help="Emulated hosts.")] = 4,
     rate: Annotated[str, typer.Option(help="Rate of every link: 100mbit; none runs on plain loopback.")] = "100mbit",
     methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = METHODS,
-    target: Annotated[float | None, typer.Option(help="Metric on the test split that ends a run.")] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Steps after which a run ends anyway.")] = None,
+    target: Target = None,
+    max_steps: MaxSteps = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs per method, with seeds 0, 1, ...")] = 1,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per worker and step.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
-    diagnose: Annotated[int, typer.Option(min=0, help="Diagnose the link every so many steps; 0: never.")] = 0,
+    batch: Batch = None,
+    lr: LearningRate = None,
+    evaluate_every: EvaluateEvery = None,
+    data: Data = None,
+    diagnose: Diagnose = 0,
     logs: Annotated[Path | None, typer.Option(help="Folder for the event logs; default: temporary.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
+    json_file: JsonFile = None,
+    report: Page = None,
     transport: Annotated[str | None, typer.Option(help="Race transports to a parameter server: tcp,udp.")] = None,
     loss: Annotated[str, typer.Option(help="With --transport: shares of packets lost: 0%,1%,5%,20%.")] = "0%",
     on_loss: Annotated[str, typer.Option(help="With --transport, of udp: restore,ignore.")] = "restore",
     compress: Annotated[str, typer.Option(help="With --transport: the codec of both directions.")] = "topk1",
 ) -> None:
     """Train the same recipe with each method, or over each transport, on the same thin network and compare."""
-    from thinwire.race.live import LiveRuns
     from thinwire.race.loss_race import LossRace, ways
     from thinwire.race.methods import check_method
     from thinwire.race.plans import make_plan, rate_or_none
-    from thinwire.race.race import Field, run_race
+    from thinwire.race.race import Field
     from thinwire.race.worker import Work, with_infinite
     from thinwire.recipes import get_recipe
 
@@ -74,16 +87,25 @@ def race_command(
         evaluate_every=evaluate_every,
         diagnose=diagnose,
     )
-    place = Field(hosts, rate_or_none(rate), shlex.join(["thinwire", *sys.argv[1:]]))
+    place = Field(hosts, rate_or_none(rate), invocation())
     if transport is not None:
         lasting = plan if target is not None else replace(plan, target=None)  # all make the same steps
         race = LossRace(made, recipe, data, lasting, place, raced, compress)
         _race_transports(race, logs, json_file, report)
-        return
-    runs = with_infinite([(name, seed) for seed in range(seeds) for name in names])
-    work = Work(recipe, data, tuple(runs), plan)
-    labels = [f"{name} #{seed}" if seeds > 1 and name != "infinite" else name for name, seed in runs]
-    totals = [min(work.infinite_steps, plan.max_steps) if name == "infinite" else plan.max_steps for name, _ in runs]
+    else:
+        runs = with_infinite([(name, seed) for seed in range(seeds) for name in names])
+        _race_methods(made, Work(recipe, data, tuple(runs), plan), place, logs, json_file, report)
+
+
+def _race_methods(
+    made: "Recipe", work: "Work", place: "Field", logs: Path | None, json_file: Path | None, report: Path | None
+) -> None:
+    from thinwire.race.live import LiveRuns
+    from thinwire.race.race import run_race
+
+    steps, several = work.plan.max_steps, any(seed for name, seed in work.runs if name != "infinite")
+    labels = [f"{name} #{seed}" if several and name != "infinite" else name for name, seed in work.runs]
+    totals = [min(work.infinite_steps, steps) if name == "infinite" else steps for name, _ in work.runs]
     with _folder(logs) as folder, LiveRuns(labels, totals, made.metric) as live:
         result = run_race(made, work, place, folder, live.watch)
     if report is not None:
@@ -123,8 +145,7 @@ def _folder(logs: Path | None) -> Iterator[Path]:
 
 def _tell(result: "Result | LossResult", table: Table, json_file: Path | None, report: Path | None) -> None:
     """The figures for machines, then for people."""
-    if json_file is not None:
-        json_file.write_text(json.dumps(result.to_json(), indent=1) + "\n")
+    write_json(json_file, result.to_json())
     console = Console()
     console.print(table)
     console.print(result.verdict(), highlight=False)

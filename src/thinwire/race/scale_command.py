@@ -1,12 +1,11 @@
 """The command `thinwire simulate scale`: what happens with more workers than there are."""
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from thinwire.race.options import JsonFile, Page, invocation, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 
     from thinwire.race.scaling import Scaling
     from thinwire.report.markup import Row
+    from thinwire.tune.calibrate import Point
+    from thinwire.tune.scale import Cluster, Task
 
 EXCHANGES = "star,ring,gather,scatter-reduce,hierarchical"
 WORKERS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
@@ -42,8 +43,8 @@ def scale_command(
     ] = None,
     calibrate_up_to: Annotated[int | None, typer.Option(help="Calibrate with so many hosts at most.")] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="That all measured hosts shared: the lab's.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
+    json_file: JsonFile = None,
+    report: Page = None,
 ) -> None:
     """Step time, volume and efficiency from 2 to 4,096 workers, for each exchange."""
     from dataclasses import replace
@@ -51,12 +52,10 @@ def scale_command(
     from thinwire.lab.units import parse_delay, parse_rate
     from thinwire.race.advising import GOODPUT
     from thinwire.race.scaling import Scaling, read_points
-    from thinwire.tune.calibrate import calibrated
     from thinwire.tune.forecast import Setting, frame_bytes
     from thinwire.tune.scale import Cluster, Task
 
-    names = _listed(exchanges)
-    counts = _counts(workers)
+    names, counts = _listed(exchanges), _counts(workers)
     speed, inside = parse_rate(rate), parse_rate(bus)
     if speed is None or inside is None:
         raise ValueError("--rate and --bus: a scale needs rates, such as 500mbit and 100gbit")
@@ -69,24 +68,26 @@ def scale_command(
     lab = Cluster(cluster.rate, cores=cores)
     points = [point for path in measured or [] for point in read_points(path)]
     if points:
-        most = calibrate_up_to if calibrate_up_to is not None else max(point.workers for point in points)
-        task, lab = calibrated([point for point in points if point.workers <= most], task, lab)
+        task, lab = _calibrated(points, calibrate_up_to, task, lab)
         if cores is None:  # what messages wait for is the machines' own
             cluster = replace(cluster, switching=lab.switching)
     elif compute is None:
         raise ValueError("give --compute, the time of a step without exchange, or --measured, to find it out")
     if compute is not None:
         task = replace(task, compute=parse_delay(compute))
-    command = shlex.join(["thinwire", *sys.argv[1:]])
-    found = Scaling(task, cluster, names, counts, tuple(points), lab, command)
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot write {json_file} ({error.strerror}): choose another place") from error
+    found = Scaling(task, cluster, names, counts, tuple(points), lab, invocation())
+    write_json(json_file, found.to_json())
     if report is not None:
         found.page(report)
     _show(found, report)
+
+
+def _calibrated(points: "list[Point]", up_to: int | None, task: "Task", lab: "Cluster") -> "tuple[Task, Cluster]":
+    """What the measurements with no more than so many workers say of computing and of the lab."""
+    from thinwire.tune.calibrate import calibrated
+
+    most = up_to if up_to is not None else max(point.workers for point in points)
+    return calibrated([point for point in points if point.workers <= most], task, lab)
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -2,44 +2,62 @@
 
 import json
 import logging
-import shlex
 import signal
-import sys
 import threading
 import time
 from contextlib import closing
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 
+from thinwire.race.options import (
+    Batch,
+    Bound,
+    Data,
+    Epochs,
+    EvaluateEvery,
+    LearningRate,
+    MaxSteps,
+    Mtu,
+    OnLoss,
+    RecipeName,
+    Seed,
+    Target,
+    invocation,
+    log_path,
+)
+
+if TYPE_CHECKING:
+    from thinwire.race.served import Serving
+    from thinwire.transport.base import Listener
+
 
 def serve_command(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or module:function.")],
+    recipe: RecipeName,
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes any that is free.")] = 7077,
     bind: Annotated[str, typer.Option(help="Address to listen on; beyond loopback it demands --keys.")] = "127.0.0.1",
     expect: Annotated[int, typer.Option(min=1, help="Workers that must be there before training begins.")] = 1,
     mode: Annotated[str, typer.Option(help="bsp, ssp or async.")] = "bsp",
-    bound: Annotated[int, typer.Option(min=0, help="With ssp: steps that workers may be apart.")] = 3,
+    bound: Bound = 3,
     compress: Annotated[str, typer.Option(help="Codec of the way to the workers; dense: the whole model.")] = "topk1",
     push: Annotated[str, typer.Option(help="Codec that workers are told to push with.")] = "topk1",
     reduce: Annotated[str, typer.Option(help="mean or sum of the workers' gradients.")] = "mean",
     policy: Annotated[str, typer.Option(help="fifo, filo, stalest or forward.")] = "forward",
     transport: Annotated[str, typer.Option(help="tcp, or udp: gradients and changes in datagrams.")] = "tcp",
-    on_loss: Annotated[str, typer.Option(help="With udp, of lost gradients: restore or ignore.")] = "restore",
-    mtu: Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; default 1400.")] = None,
-    target: Annotated[float | None, typer.Option(help="Metric on the test split that ends the run.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes of the data at the most.")] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Steps at the most.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per worker and step.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
-    evaluate_every: Annotated[int | None, typer.Option(min=1, help="Steps between evaluations.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
+    on_loss: OnLoss = "restore",
+    mtu: Mtu = None,
+    target: Target = None,
+    epochs: Epochs = None,
+    max_steps: MaxSteps = None,
+    batch: Batch = None,
+    lr: LearningRate = None,
+    seed: Seed = 0,
+    evaluate_every: EvaluateEvery = None,
+    data: Data = None,
     events: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-server-DATE.jsonl.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints; resumes from it.")] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
@@ -50,11 +68,8 @@ def serve_command(
     as_json: Annotated[bool, typer.Option("--json", help="Status as JSON lines instead of a table.")] = False,
 ) -> None:
     """Serve a recipe's model to workers (thinwire work) that may come and go."""
-    from thinwire.events import EventLog
     from thinwire.race.plans import make_plan
-    from thinwire.race.race import Field
     from thinwire.race.served import Serving, Terms, check_terms
-    from thinwire.race.train_served import describe_served
     from thinwire.recipes import get_recipe
     from thinwire.transport.addresses import listen
 
@@ -75,27 +90,41 @@ def serve_command(
         checkpoint=checkpoint,
     )
     terms = Terms(plan, seed, expect, bound=bound, save_every=save_every, timeout=timeout, **words)
-    date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    path = events if events is not None else Path("runs") / f"{made.name}-server-{date}.jsonl"
-    place = Field(expect, None, shlex.join(["thinwire", *sys.argv[1:]]))
     console = Console(stderr=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console)])
     # Before anything is loaded or written: an address that cannot be had is a mistake of the user's.
     with closing(listen(f"{transport}://{bind}:{port}", keys=keys, insecure=insecure, mtu=mtu)) as listener:
-        serving = Serving(made, data, terms, lambda event: None)
-        run = describe_served(made, terms, place)
-        with EventLog(path, run, resume_at=serving.server.clock.step or None) as log:
-            serving.emit = log.write
-            said = {"listening": listener.address}
-            print(json.dumps(said) if as_json else f"listening on {listener.address}", flush=True)
-            end = log.end(_served(serving, listener, console, metrics, as_json))
+        path = log_path(events, f"{made.name}-server")
+        _serve(Serving(made, data, terms, lambda event: None), listener, path, console, metrics, as_json)
+
+
+def _serve(
+    serving: "Serving",
+    listener: "Listener",
+    path: Path,
+    console: Console,
+    metrics: int | None,
+    as_json: bool,
+) -> None:
+    """Serve, with a log, and say what came of it."""
+    from thinwire.events import EventLog
+    from thinwire.race.race import Field
+    from thinwire.race.train_served import describe_served
+
+    made, place = serving.recipe, Field(serving.terms.workers, None, invocation())
+    run = describe_served(made, serving.terms, place)
+    with EventLog(path, run, resume_at=serving.server.clock.step or None) as log:
+        serving.emit = log.write
+        said = {"listening": listener.address}
+        print(json.dumps(said) if as_json else f"listening on {listener.address}", flush=True)
+        end = log.end(_served(serving, listener, console, metrics, as_json))
     test = serving.values.get("test")
     shown = "" if test is None else f", {made.metric} {test:.4f} on the test split"
     steps = serving.server.clock.step
     console.print(f"{made.name}: {end.reason} after {steps} steps{shown}; the log is {path}.", highlight=False)
 
 
-def _served(serving: Any, listener: Any, console: Console, metrics: int | None, as_json: bool) -> str:
+def _served(serving: "Serving", listener: "Listener", console: Console, metrics: int | None, as_json: bool) -> str:
     """Serve to the end, with metrics if a port for them was given; SIGTERM ends it with a checkpoint."""
     from thinwire.race.status import serve_metrics, status
 
@@ -108,7 +137,7 @@ def _served(serving: Any, listener: Any, console: Console, metrics: int | None, 
             stop_metrics()
 
 
-def _watched(serving: Any, listener: Any, console: Console, as_json: bool) -> str:
+def _watched(serving: "Serving", listener: "Listener", console: Console, as_json: bool) -> str:
     """Run the server in a thread, while this one shows what happens and hears signals."""
     from thinwire.race.status import status, table
 

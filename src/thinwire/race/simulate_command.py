@@ -1,14 +1,12 @@
 """The commands `thinwire simulate ...`: what a model predicts, before anything is run."""
 
-import json
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from thinwire.race.options import JsonFile, invocation, write_json
 from thinwire.race.scale_command import scale_command
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ def schedule(
     waits_for: Annotated[
         str, typer.Option(help="A forward pass waits for: answer (of this step) or copy (within the bound).")
     ] = "answer",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
+    json_file: JsonFile = None,
     report: Annotated[Path | None, typer.Option(help="Write a page with Gantt charts.")] = None,
 ) -> None:
     """Model the parameter server's request scheduling: makespan and staleness of each policy."""
@@ -89,12 +87,9 @@ def _tell(case: "Case", outcomes: "list[Outcome]", json_file: Path | None, repor
     if json_file is not None:
         figures = [{k: v for k, v in asdict(o).items() if k != "intervals"} for o in outcomes]
         record = {"case": asdict(case), "outcomes": figures, "winner": winner(outcomes).policy}
-        try:
-            json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot write {json_file} ({error.strerror}): choose another place") from error
+        write_json(json_file, record)
     if report is not None:
-        write_gantt(case, outcomes, report, command=shlex.join(["thinwire", *sys.argv[1:]]))
+        write_gantt(case, outcomes, report, command=invocation())
     console = Console()
     console.print(_table(case, outcomes))
     console.print(verdict(outcomes), highlight=False)

@@ -6,13 +6,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from thinwire.race.options import Data
+
 
 def work_command(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or module:function; the server's.")],
     server: Annotated[str, typer.Option(help="Where the server is: tcp://master:7077, or udp://...")],
     compress: Annotated[str | None, typer.Option(help="Codec of the gradients; default: as the server says.")] = None,
     slot: Annotated[int | None, typer.Option(min=0, help="The number that this worker would like to have.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
+    data: Data = None,
     keys: Annotated[Path | None, typer.Option(help="Folder with this worker's key and the server's.")] = None,
     overlap: Annotated[bool, typer.Option(help="Push and pull while computing.")] = True,
     profile: Annotated[Path | None, typer.Option(help="Write layer times for thinwire simulate schedule.")] = None,

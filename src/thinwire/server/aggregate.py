@@ -10,22 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.codec.codec import finite
 from thinwire.codec.frame import FrameReader, sum_frames
+from thinwire.codec.vectors import finite
 from thinwire.server.layers import Layout, flat, trained
 from thinwire.server.lossy import Arrived
 
 log = logging.getLogger("thinwire.server")
 
 Reduce = Literal["mean", "sum"]
-# Each element's update depends on that element alone: a parameter may be updated in parts.
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD")
-
-
-def cuts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters may be cut for this optimizer, or must be updated whole."""
-    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ELEMENTWISE
-    return known and not optimizer.state  # a state is of whole parameters
 
 
 class Aggregator:
@@ -43,6 +35,7 @@ class Aggregator:
         if missing:
             raise ValueError(f"the optimizer does not hold {missing[0]}: give it all parameters of the model")
         self._optimizer, self._reduce = optimizer, reduce
+        self.updates = 0  # of parts
         self.values: list[list[list[Tensor]]] = []  # views of the parameters, by layer, part and piece
         self._units: list[list[nn.Parameter]] = []  # what the optimizer updates, by part through all layers
         cut: dict[int, list[nn.Parameter]] = {}
@@ -65,23 +58,23 @@ class Aggregator:
         """A checked frame that waits for its step."""
         self._waiting.setdefault((part, clock), {})[slot] = frame
 
-    def apply(self, part: int, clock: int) -> int:
-        """Apply all contributions to a step; returns of how many workers."""
-        return self._apply(part, self._waiting.pop((part, clock), {}), None)
+    def apply(self, part: int, clock: int) -> None:
+        """Apply all contributions to a step."""
+        self._apply(part, self._waiting.pop((part, clock), {}), None)
 
-    def apply_one(self, slot: int, part: int, clock: int, workers: int) -> int:
+    def apply_one(self, slot: int, part: int, clock: int, workers: int) -> None:
         """Apply one worker's contribution at once; its share in a mean is one of so many."""
         waiting = self._waiting.get((part, clock), {})
         mine = {slot: waiting.pop(slot)} if slot in waiting else {}
         if not waiting:
             self._waiting.pop((part, clock), None)
-        return self._apply(part, mine, workers)
+        self._apply(part, mine, workers)
 
-    def _apply(self, part: int, frames: dict[int, FrameReader | Arrived], workers: int | None) -> int:
+    def _apply(self, part: int, frames: dict[int, FrameReader | Arrived], workers: int | None) -> None:
         # A gradient that was not finite is no gradient: its worker counts as absent in this step.
         slots = sorted(slot for slot, frame in frames.items() if not frame.non_finite)
         if not slots:
-            return 0
+            return
         gradients = self._gradients[part]
         _add_up([frames[slot] for slot in slots], gradients)
         if self._reduce == "mean":
@@ -90,14 +83,14 @@ class Aggregator:
                 gradient.div_(share)
         if not all(finite(gradient) for gradient in gradients):
             log.warning("the gradients of a step add up to more than a float32 holds: they are left out")
-            return 0
+            return
         # One step of the optimizer on this part: it passes over parameters without a gradient.
         for unit, gradient in zip(self._units[part], gradients, strict=True):
             unit.grad = gradient.view(unit.shape)
         self._optimizer.step()
         for unit in self._units[part]:
             unit.grad = None
-        return len(slots)
+        self.updates += 1
 
 
 def _add_up(frames: list[FrameReader | Arrived], outs: list[Tensor]) -> None:

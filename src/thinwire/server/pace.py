@@ -80,3 +80,38 @@ class Pace:
             times.staleness = self._stale.pop(clock, {})
             for old in [c for c in self._stale if c < clock - 8]:
                 del self._stale[old]
+
+
+class Stopwatch:
+    """Times the steps of the worker's thread; `last` is the step that has ended."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._times = StepTimes(began=time.monotonic())
+        self.last = StepTimes()
+
+    def begin(self) -> None:
+        """The first step begins: what was waited for before is none's."""
+        now = time.monotonic()
+        self._times = StepTimes(began=now, ready=now)
+
+    def waited(self, layers: list[int], clock: int, began: float) -> None:
+        """A wait for these layers, for this step, has ended."""
+        ended = time.monotonic()
+        aggregate, synchronise = self._pace.divide(clock, began, ended)
+        self._times.aggregate += aggregate
+        self._times.synchronise += synchronise
+        self._times.ready = ended
+        for layer in layers:
+            self._times.waits[layer] = self._times.waits.get(layer, 0.0) + (ended - began) / len(layers)
+
+    def computed(self) -> None:
+        """The gradients of a step are there."""
+        self._times.computed = time.monotonic()
+
+    def end_step(self, clock: int) -> None:
+        """All gradients of a step have been handed over."""
+        times = self._times
+        self._pace.close_step(times, clock)
+        times.compute = max(0.0, times.computed - times.began - times.aggregate - times.synchronise)
+        self.last, self._times = times, StepTimes(began=times.computed)

@@ -6,7 +6,7 @@ from torch import nn
 
 from thinwire.codec.codec import Codec
 from thinwire.server.layers import Layout
-from thinwire.server.messages import Counter, MessageError, field
+from thinwire.server.messages import Counter, Message, MessageError, field
 from thinwire.server.naming import named_codec
 from thinwire.server.schedule import Pool, Staleness, check_policy
 
@@ -35,6 +35,12 @@ class Session:
         # Per part: the clock of what has arrived, and its edition.
         self.arrived = [[-1] * len(layer.parts) for layer in self.layout.layers]
         self.editions = [[-1] * len(layer.parts) for layer in self.layout.layers]
+
+    def stale(self, message: Message, before: int) -> int:
+        """Steps that a part lacks as it comes; without a bound, the updates of others since the edition before."""
+        if self.bound is not None:
+            return max(0, message.clock - message.number)
+        return max(0, message.number - before - 1) if before >= 0 else 0
 
     def codec(self) -> Codec:
         """The codec that the server tells its workers to push with."""

@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.server.courier import Courier, ServerError
+from thinwire.server.courier import Courier
 from thinwire.server.layers import trained
 from thinwire.server.naming import named_codec
-from thinwire.server.pace import Pace, StepTimes
+from thinwire.server.pace import Pace, StepTimes, Stopwatch
 from thinwire.server.session import Session
+from thinwire.server.standing import ServerError
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
 
@@ -61,13 +62,12 @@ class Worker:
         self._handles: list[Any] = []
         self._pushed: set[int] = set()  # layers of this step
         self._fired: set[int] = set()  # layers whose modules were called in this step
-        self._times = StepTimes(began=time.monotonic())
+        self._watch = Stopwatch(self._courier.pace)
         self._accumulating = False
-        self.last = StepTimes()
         self._courier.start()
         try:
             self._synchronise()
-            self._times = StepTimes(began=time.monotonic(), ready=time.monotonic())
+            self._watch.begin()
             if self._session is not None:
                 self._install()
         except BaseException:
@@ -80,19 +80,19 @@ class Worker:
         """End a step: what has not been pushed yet is, and the clock goes on. Does nothing after training ended."""
         if self.stopped is not None or self._session is None:
             return
-        self._times.computed = time.monotonic()
+        self._watch.computed()
         session, layers = self._session, range(len(self._session.layout.layers))
         for layer in layers:
             if layer not in self._pushed:
                 self._push(session, layer)
-        self._end_times()
+        self._watch.end_step(self.clock)
         self.clock += 1
         self._pushed.clear()
         for waiting in self._pending:
             waiting.clear()
         fired = set(self._fired)
         self._fired.clear()
-        if self._courier.lost or self._courier.session is None:
+        if self._courier.standing.lost or self._courier.standing.session is None:
             self._synchronise()
             return
         early = [i for i in layers if not self.overlap or i not in fired]
@@ -123,7 +123,7 @@ class Worker:
     @property
     def stopped(self) -> str | None:
         """Why the server has ended training, or None while it goes on."""
-        return self._courier.stopped
+        return self._courier.standing.stopped
 
     @property
     def slot(self) -> int:
@@ -136,9 +136,14 @@ class Worker:
         return self._courier.pace
 
     @property
+    def last(self) -> StepTimes:
+        """Where the time of the last step went."""
+        return self._watch.last
+
+    @property
     def codec(self) -> Codec:
         """How gradients are sent; its memory holds what has not been."""
-        return self._courier.codec
+        return self._courier.pushes.codec
 
     @property
     def tell(self) -> dict[str, Any]:
@@ -160,7 +165,7 @@ class Worker:
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        return self._courier.sent, self._courier.received
+        return self._courier.traffic()
 
     def losses(self) -> dict[str, float]:
         """Over udp: datagrams of gradients sent and lost so far, and the sum of magnitudes put back for them."""
@@ -186,7 +191,7 @@ class Worker:
     def _synchronise(self) -> None:
         """Begin a session: all parameters in full, at the clock that the server gives."""
         while True:
-            session = self._courier.wait_for_session(self._patience)
+            session = self._courier.standing.wait_for_session(self._patience)
             if session is None:
                 return
             self._take_terms(session)
@@ -203,21 +208,9 @@ class Worker:
 
     def _await(self, layers: list[int]) -> bool:
         began = time.monotonic()
-        there = self._courier.wait(layers, self.clock, self._patience)
-        ended = time.monotonic()
-        aggregate, synchronise = self._courier.pace.divide(self.clock, began, ended)
-        self._times.aggregate += aggregate
-        self._times.synchronise += synchronise
-        self._times.ready = ended
-        for layer in layers:
-            self._times.waits[layer] = self._times.waits.get(layer, 0.0) + (ended - began) / len(layers)
+        there = self._courier.standing.wait(layers, self.clock, self._patience)
+        self._watch.waited(layers, self.clock, began)
         return there
-
-    def _end_times(self) -> None:
-        times = self._times
-        self._courier.pace.close_step(times, self.clock)
-        times.compute = max(0.0, times.computed - times.began - times.aggregate - times.synchronise)
-        self.last, self._times = times, StepTimes(began=times.computed)
 
     # Hooks
 
