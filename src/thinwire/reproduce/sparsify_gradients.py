@@ -61,7 +61,7 @@ def study(workshop: Workshop) -> Study:
     flat = workshop.lab_part(
         "all-reduce", lambda: step_times(_workers_only(bed), ["dense", "percentile90", "topk1"], steps=12)
     )
-    trial = Trial(_workers_only(bed), "topk1", codec_for("topk1"), 0.25, 120, 10, 500)
+    trial = Trial(_workers_only(bed), "topk1", codec_for("topk1"), 0.35, 300, 10, 1000)
     confirmed, proof = confirm(workshop, trial, flat)
     times = times_of(curves, phases, flat)
     claims = [*time_claims(times), *epoch_claims(curves), *phase_claims(phases), *test_claims(curves), *confirmed]
