@@ -23,9 +23,8 @@ def _put_native(writer: _native.ShardWriter, place: Place, vector: Vector, chose
     assert not isinstance(chosen.cut, Strata)
     held = vector.held.data_ptr() if vector.held is not None else 0
     mask = vector.mask.data_ptr() if vector.mask is not None else 0
-    how = (place.values.code, place.values.seed is not None, place.seed)
-    cut = (chosen.cut.threshold, chosen.cut.ties)
-    sent, selected, ties, magnitudes = writer.add_selected(place.section, vector.described, held, mask, *cut, *how)
+    how = (chosen.cut.threshold, chosen.cut.ties, place.values.code, place.values.seed is not None, place.seed)
+    sent, selected, ties, magnitudes = writer.add_selected(place.section, vector.described, held, mask, *how)
     chosen.note(selected, ties, magnitudes)
     return sent
 

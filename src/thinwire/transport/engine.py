@@ -94,32 +94,29 @@ class Engine(threading.Thread):
 
     # Out
 
-    def transmit(self, path: Path, datagrams: list[bytes]) -> None:
+    def transmit(self, path: Path, datagram: bytes) -> None:
         """Send without waiting; what does not fit in the kernel's queue is lost like anything else."""
-        for datagram in datagrams:
-            with contextlib.suppress(OSError):
-                if self._probes:
-                    self._socket.send(datagram)
-                elif path.address is not None:
-                    self._socket.sendto(datagram, path.address)
+        try:
+            if self._probes:
+                self._socket.send(datagram)
+            elif path.address is not None:
+                self._socket.sendto(datagram, path.address)
+        except OSError:
+            pass
 
     def pump(self, path: Path) -> tuple[float, bool]:
         """Let leave what may; returns the seconds until more may, and whether a message's last word may be said."""
         with self.lock:
-            delay, waiting = 3600.0, len(path.queue)
-            while path.queue:
-                datagram, delay = path.next_datagram(time.monotonic())
-                if datagram is None:
-                    break
-                self.transmit(path, [datagram])
-                delay = 3600.0
+            waiting = len(path.queue)
+            delay = path.pump(lambda datagram: self.transmit(path, datagram))
             return min(delay, self.express(path)), len(path.queue) < waiting
 
     def express(self, path: Path) -> float:
         """Send short envelopes as datagrams where that is worth it; returns the seconds until it is again."""
         now = time.monotonic()
         datagrams, pause = path.express(now)
-        self.transmit(path, datagrams)
+        for datagram in datagrams:
+            self.transmit(path, datagram)
         path.express_at = now + pause
         return pause
 
@@ -153,21 +150,21 @@ class Engine(threading.Thread):
         if now - self._probed > (_PROBE if path.address is None else _ALIVE):
             self._probed = now
             with self.lock:
-                self.transmit(path, [path.sealer.seal(bytes([PROBE]) + bytes(path.mtu - OVERHEAD - 1))])
+                self.transmit(path, path.sealer.seal(bytes([PROBE]) + bytes(path.mtu - OVERHEAD - 1)))
 
     # In
 
     def receive(self) -> bool:
         """Read what has come; True if the owner has something to do."""
         news = False
-        for _ in range(_AT_ONCE):
-            try:
-                datagram, stamps, _, address = self._socket.recvmsg(LARGEST_DATAGRAM, 64)
-            except BlockingIOError:
-                break
-            except OSError:  # somebody answered that a port is closed
-                continue
-            with self.lock:
+        with self.lock:
+            for _ in range(_AT_ONCE):
+                try:
+                    datagram, stamps, _, address = self._socket.recvmsg(LARGEST_DATAGRAM, 64)
+                except BlockingIOError:
+                    break
+                except OSError:  # somebody answered that a port is closed
+                    continue
                 news |= self._take(datagram, address, _stamp(stamps))
         return news
 

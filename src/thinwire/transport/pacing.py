@@ -61,11 +61,11 @@ class Bucket:
         self.rate, self.depth = rate, depth
         self._tokens, self._filled = depth, now
 
-    def delay(self, size: int, now: float) -> float:
-        """Seconds until so many bytes may leave; 0 if now."""
+    def tokens(self, now: float) -> float:
+        """Bytes that may leave now; fewer than none if too many have left."""
         self._tokens = min(self.depth, self._tokens + (now - self._filled) * self.rate)
         self._filled = now
-        return 0.0 if self._tokens >= size else (size - self._tokens) / self.rate
+        return self._tokens
 
     def spend(self, size: int) -> None:
         """They leave."""
@@ -102,12 +102,17 @@ class Pacer:
         gain = _PROBING if self._doubling else _STEADY
         return min(gain * max(self._rates), _MOST) if self._rates else _MOST
 
-    def delay(self, size: int, now: float) -> float:
-        """Seconds until a datagram of this size may leave; 0 if now."""
-        return max(bucket.delay(size, now) for bucket in (self._even, self._windows, self._shared))
+    def allowed(self, now: float) -> tuple[int, float]:
+        """Datagrams of full size that may leave now; if none, the seconds until one may."""
+        buckets = (self._even, self._windows, self._shared)
+        tokens = [bucket.tokens(now) for bucket in buckets]
+        count = int(min(tokens) // self._size)
+        if count > 0:
+            return count, 0.0
+        return 0, max((self._size - there) / bucket.rate for there, bucket in zip(tokens, buckets, strict=True))
 
     def spend(self, size: int) -> None:
-        """A datagram leaves."""
+        """So many bytes leave."""
         for bucket in (self._even, self._windows, self._shared):
             bucket.spend(size)
 
