@@ -25,7 +25,7 @@ log = logging.getLogger("thinwire.transport")
 _AT_ONCE = 128
 _BUFFER = 1 << 22
 # The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes.
-_OWNERS = 0.004
+_OWNERS = 0.008
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
 _STAMPED = struct.Struct("@qq")
@@ -177,26 +177,26 @@ class Engine(threading.Thread):
         plain = path.opener.open(datagram)
         if plain is None:
             return False
-        try:
-            return self._believe(path, plain, address, stamp)
-        except (TransportError, struct.error, IndexError):
-            self.counts["broken"] += 1
-            return False
-
-    def _believe(self, path: Path, plain: bytes, address: tuple[str, int], stamp: float) -> bool:
-        kind, opened = plain[0], False
-        if not self._probes and path.address != address:
+        opened = False
+        if path.address != address and not self._probes:
             opened, path.address = path.address is None, address
             if opened:
                 path.open_to_peer()
+        try:
+            return self._believe(path, plain, stamp) or opened
+        except (TransportError, struct.error, IndexError):
+            self.counts["broken"] += 1
+            return opened
+
+    def _believe(self, path: Path, plain: bytes, stamp: float) -> bool:
+        kind = plain[0]
         if kind == DATA:
-            message, index, count, head, piece, sent = read_data(plain)
-            return path.take_piece(message, index, count, head, piece, sent, stamp) or opened
+            return path.take_piece(*read_data(plain), stamp)
         if kind == CONTROL:
-            return path.take_control(*read_control(path.session, plain)) or opened
+            return path.take_control(*read_control(path.session, plain))
         if kind != PROBE:
             raise TransportError("a datagram of a kind that there is not")
-        return opened
+        return False
 
 
 def _stamp(stamps: list[tuple[int, int, bytes]]) -> float:
