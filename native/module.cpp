@@ -7,6 +7,7 @@
 #include "histogram.hpp"
 #include "positions.hpp"
 #include "reader.hpp"
+#include "shards.hpp"
 #include "statistics.hpp"
 #include "sum.hpp"
 #include "writer.hpp"
@@ -183,6 +184,69 @@ void bind_reader(nb::module_& m) {
       });
 }
 
+// The bytes of several buffers, one after the other, and the size of each.
+std::pair<std::vector<uint8_t>, std::vector<size_t>> joined(const nb::sequence& buffers) {
+  std::pair<std::vector<uint8_t>, std::vector<size_t>> found;
+  for (nb::handle each : buffers) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(each.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+    const auto* bytes = static_cast<const uint8_t*>(view.buf);
+    found.first.insert(found.first.end(), bytes, bytes + view.len);
+    found.second.push_back(size_t(view.len));
+    PyBuffer_Release(&view);
+  }
+  return found;
+}
+
+void bind_shards(nb::module_& m) {
+  nb::class_<ShardWriter>(m, "ShardWriter")
+      .def(nb::init<size_t, bool>())
+      .def("add_selected",
+           [](ShardWriter& w, uint32_t tensor, const Described& d, Address held, Address mask, float threshold,
+              uint64_t ties, int format, bool stochastic, uint64_t seed) {
+             nb::gil_scoped_release release;
+             const Vector v = vector_of(d);
+             return plain(w.add_selected(tensor, v.source, v.n, {at<float>(held), at<float>(mask)}, {threshold, ties},
+                                         Format(format), {stochastic, seed, 0}));
+           })
+      .def("add_entries",
+           [](ShardWriter& w, uint32_t tensor, Address positions, Address values, uint64_t count, size_t n,
+              Address sent, int format, bool stochastic, uint64_t seed) {
+             nb::gil_scoped_release release;
+             w.add_entries(tensor, at<const uint64_t>(positions), at<const float>(values), count, n, at<float>(sent),
+                           Format(format), {stochastic, seed, 0});
+           })
+      .def("finish", [](ShardWriter& w) {
+        nb::list shards;
+        for (const auto& shard : w.finish()) shards.append(nb::bytes(shard.data(), shard.size()));
+        return shards;
+      });
+  nb::class_<ShardReader>(m, "ShardReader")
+      .def("__init__",
+           [](ShardReader* self, const nb::sequence& shards, const std::vector<uint64_t>& numels, bool exact) {
+             auto [bytes, sizes] = joined(shards);
+             nb::gil_scoped_release release;
+             new (self) ShardReader(std::move(bytes), sizes, numels, exact);
+           })
+      .def_prop_ro("pieces",
+                   [](const ShardReader& r) {
+                     std::vector<std::tuple<uint32_t, uint64_t>> found;
+                     for (const auto& piece : r.pieces()) found.emplace_back(piece.tensor, piece.section->count);
+                     return found;
+                   })
+      .def("add",
+           [](const ShardReader& r, const std::vector<Address>& outs, float weight) {
+             nb::gil_scoped_release release;
+             std::vector<float*> rows;
+             for (const Address out : outs) rows.push_back(at<float>(out));
+             r.add(rows, weight);
+           })
+      .def("entries", [](const ShardReader& r, size_t piece, Address positions, Address values) {
+        nb::gil_scoped_release release;
+        r.entries(r.pieces().at(piece), at<uint64_t>(positions), at<float>(values));
+      });
+}
+
 void bind_sums(nb::module_& m) {
   m.attr("DEAL") = kDeal;
   m.def("share_of", [](uint64_t n, uint64_t world, uint64_t first, uint64_t owner) {
@@ -222,6 +286,7 @@ NB_MODULE(_native, m) {
   bind_memory(m);
   bind_writer(m);
   bind_reader(m);
+  bind_shards(m);
   bind_sums(m);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {

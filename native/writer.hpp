@@ -45,6 +45,7 @@ class Writer {
   size_t used() const { return used_; }
 
  private:
+  friend class ShardWriter;
   bool open(uint32_t id, Format, Indexing, uint64_t n, uint64_t seed, size_t reserve);
   void close(uint64_t count);
   // Writes one block of n entries, or of as many as fit; returns how many were written.

@@ -113,6 +113,43 @@ class Reader:
     def add(self, section: Section, out: int, weight: float) -> None: ...
     def entries(self, section: Section, positions: int, values: int) -> None: ...
 
+class ShardWriter:
+    def __init__(self, budget: int, exact: bool) -> None: ...
+    def add_selected(
+        self,
+        tensor: int,
+        vector: Described,
+        held: int,
+        mask: int,
+        threshold: float,
+        ties: int,
+        format: int,
+        stochastic: bool,
+        seed: int,
+    ) -> Written: ...
+    def add_entries(
+        self,
+        tensor: int,
+        positions: int,
+        values: int,
+        count: int,
+        n: int,
+        sent: int,
+        format: int,
+        stochastic: bool,
+        seed: int,
+    ) -> None: ...
+    def finish(self) -> list[bytes]: ...
+
+class ShardReader:
+    def __init__(
+        self, shards: Sequence[bytes | bytearray | memoryview], numels: Sequence[int], exact: bool
+    ) -> None: ...
+    @property
+    def pieces(self) -> list[tuple[int, int]]: ...
+    def add(self, outs: Sequence[int], weight: float) -> None: ...
+    def entries(self, piece: int, positions: int, values: int) -> None: ...
+
 def share_of(n: int, world: int, first: int, owner: int) -> int: ...
 def sum_frames(frames: Sequence[Reader], sums: Sequence[tuple[int, int, int, int]], weight: float) -> None: ...
 def add_share(whole: int, n: int, world: int, first: int, owner: int, share: int) -> None: ...

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.codec.codec import Codec
+from thinwire.codec.codec import Codec, Kernels
 from thinwire.codec.selection import RandomK, Selection, TopK
 from thinwire.codec.shards import ShardReader, encode_shards
-from thinwire.codec.values import Bits, Float32
+from thinwire.codec.values import Bits, Float32, Values
 from thinwire.errors import FrameError
 
 
@@ -17,11 +17,14 @@ from thinwire.errors import FrameError
     budget=st.integers(200, 1400),
     selection=st.sampled_from([TopK(0.05), TopK(1.0), RandomK(0.1)]),
     exact=st.booleans(),
+    kernels=st.sampled_from(["native", "torch"]),
     hold=st.integers(0, 4),
 )
 @settings(max_examples=30)
-def test_nothing_is_lost(sizes: list[int], budget: int, selection: Selection, exact: bool, hold: int) -> None:
-    codec = Codec(selection, Float32() if exact else Bits(8))
+def test_nothing_is_lost(
+    sizes: list[int], budget: int, selection: Selection, exact: bool, kernels: Kernels, hold: int
+) -> None:
+    codec = Codec(selection, Float32() if exact else Bits(8), kernels=kernels)
     generator = torch.Generator().manual_seed(sum(sizes))
     held = [f"t{hold}"] if len(sizes) > 1 else []
     for step in range(2):
@@ -36,10 +39,13 @@ def test_nothing_is_lost(sizes: list[int], budget: int, selection: Selection, ex
         listed = 0
         for shard in made[0]:
             assert len(shard) <= budget
-            reader = ShardReader(shard, sizes)
+            reader = ShardReader([shard], sizes)
             reader.add_to(outs)
             listed += sum(len(values) for _, _, values in reader.entries())
         assert listed == made[1]
+        together = [torch.zeros(n) for n in sizes]
+        ShardReader(made[0], sizes).add_to(together)
+        assert all(torch.equal(a, b) for a, b in zip(together, outs, strict=True))
         for (name, gradient), out in zip(tensors.items(), outs, strict=True):
             if name in held:
                 assert not out.any()
@@ -56,11 +62,27 @@ def test_entries_are_what_is_added() -> None:
     assert not isinstance(made, str) and len(made[0]) > 3
     for shard in made[0]:
         added, listed = [torch.zeros(5000), torch.zeros(30)], [torch.zeros(5000), torch.zeros(30)]
-        reader = ShardReader(shard, [5000, 30])
+        reader = ShardReader([shard], [5000, 30])
         reader.add_to(added)
         for tensor, positions, values in reader.entries():
             listed[tensor].index_add_(0, positions, values)
         assert all(torch.equal(a, b) for a, b in zip(added, listed, strict=True))
+
+
+@pytest.mark.parametrize("values", [Bits(8), Bits(4, seed=1)], ids=str)
+def test_kernels_and_torch_write_the_same_shards(values: Values) -> None:
+    tensors = {"a": torch.randn(9000), "b": torch.randn(40), "c": torch.randn(3000)}
+    made = [
+        encode_shards(Codec(TopK(0.3, exact=True), values, kernels=kernels), tensors, 500, step=0)
+        for kernels in ("native", "torch")
+    ]
+    assert made[0] == made[1]
+
+
+def test_a_budget_that_holds_nothing_is_refused() -> None:
+    for budget in (10, 32, 40):
+        with pytest.raises(ValueError, match="shard"):
+            encode_shards(Codec(0.2), {"a": torch.randn(2000)}, budget, step=0)
 
 
 def test_what_is_not_finite_is_named_and_what_is_broken_refused() -> None:
@@ -71,4 +93,4 @@ def test_what_is_not_finite_is_named_and_what_is_broken_refused() -> None:
     shard = made[0][1]
     for wrong in (shard[:-1], shard[:6], b"\xff" * 8 + shard[8:], shard[:20] + b"\x55" + shard[21:]):
         with pytest.raises(FrameError):
-            ShardReader(wrong, [2000])
+            ShardReader([shard, wrong], [2000])

@@ -69,8 +69,8 @@ class Paced:
             if not self._left:
                 self._left, self._began, self._waited, self._flights = PIECES, 0.0, False, []
                 self._waiting -= 1
-            delay = self.pacer.delay(SIZE, now)
-            if delay > 0.0:
+            count, delay = self.pacer.allowed(now)
+            if not count:
                 self._waited = True
                 self._link.at(now + max(delay, 1e-4), self.pump)
                 return

@@ -1,5 +1,6 @@
 """`thinwire bench udp`: training through loss against tcp, shared links, forged datagrams, and the sender's speed."""
 
+import contextlib
 import json
 import random
 import socket
@@ -35,9 +36,10 @@ def udp_command(
     if "loss" in parts:
         figures["loss"] = _loss(rate, [word.strip() for word in loss.split(",")], steps, bars)
     if "fair" in parts:
-        figures["fair"] = _flows(rate, 1, 1, seconds)
-        shares = list(figures["fair"]["mbit"].values())
-        bars["share next to a TCP flow, the smaller of the larger"] = min(shares) / max(shares), 0.5
+        figures["fair"] = {control: _flows(rate, 1, 1, seconds, control) for control in _controls()}
+        for control, flows in figures["fair"].items():
+            shares = list(flows["mbit"].values())
+            bars[f"share next to a TCP flow ({control}), the smaller of the larger"] = min(shares) / max(shares), 0.5
     if "incast" in parts:
         figures["incast"] = _flows(rate, 13, 0, seconds)
         from thinwire.lab.units import parse_rate
@@ -123,8 +125,18 @@ def _row(name: str, said: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _flows(rate: str, senders: int, streams: int, seconds: float) -> dict[str, Any]:
-    argv = ["thinwire.bench.udp_process", str(senders), str(streams), str(seconds)]
+def _controls() -> list[str]:
+    """TCP's congestion controls that can be had here: what is fair to one may starve another."""
+    found = []
+    for control in ("bbr", "cubic"):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+            found.append(control)
+    return found
+
+
+def _flows(rate: str, senders: int, streams: int, seconds: float, control: str = "") -> dict[str, Any]:
+    argv = ["thinwire.bench.udp_process", str(senders), str(streams), str(seconds), control]
     said = _lab(1 + senders + streams, rate, argv, ("FLOWS", "SENDER"))
     flows: dict[str, Any] = next(values for kind, values in said if kind == "FLOWS")
     return {**flows, "senders": [values for kind, values in said if kind == "SENDER"]}

@@ -80,8 +80,8 @@ def send(address: str, port: int) -> None:
     connection.close()
 
 
-def stream(address: str, port: int) -> None:
-    """A TCP stream until the other end hangs up."""
+def stream(address: str, port: int, control: str) -> None:
+    """A TCP stream until the other end hangs up, with a congestion control or the machine's own."""
     data, ends = bytes(1 << 18), time.monotonic() + 60
     while time.monotonic() < ends:
         try:
@@ -89,6 +89,8 @@ def stream(address: str, port: int) -> None:
         except OSError:  # not there yet
             time.sleep(0.05)
             continue
+        if control:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
         with connection, contextlib.suppress(OSError):
             while True:
                 connection.sendall(data)
@@ -103,7 +105,7 @@ def main() -> None:
     elif rank <= senders:
         send(address, port)
     else:
-        stream(address, port + rank - senders)
+        stream(address, port + rank - senders, sys.argv[4])
 
 
 if __name__ == "__main__":

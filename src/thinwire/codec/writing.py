@@ -108,19 +108,11 @@ class SentEntries:
         low: int,
         high: int,
         cut: Cut | Strata | None = None,
-        *,
-        base: int = 0,
     ) -> int:
-        """Write the entries [low, high) as a section of n elements; returns how many found room.
-
-        Positions count from `base`.
-        """
-        positions = self._entries.positions[low:high]
-        if base:
-            positions = positions - base
+        """Write the entries [low, high) as a section of n elements; returns how many found room."""
         count = writer.add_entries(
             place.section,
-            positions.data_ptr(),
+            self._entries.positions.data_ptr() + 8 * low,
             self._entries.values.data_ptr() + 4 * low,
             high - low,
             n,
@@ -142,10 +134,15 @@ class SentEntries:
         if sum(map(len, gone)) < len(values):
             kept = torch.cat([torch.arange(r.start, r.stop) for r in gone])
             places, values, sent = places[kept], values[kept], sent[kept]
-        if vector.held is not None:
-            vector.held[places.to(vector.held.device)] = (values - sent).to(vector.held.device)
-        if vector.mask is not None:
-            vector.mask[places.to(vector.mask.device)] = 0.0
+        leave(vector, places, values - sent)
+
+
+def leave(vector: Vector, places: Tensor, rest: Tensor) -> None:
+    """Entries at these places were sent: only what rounding left of them stays in the memory."""
+    if vector.held is not None:
+        vector.held[places.to(vector.held.device)] = rest.to(vector.held.device)
+    if vector.mask is not None:
+        vector.mask[places.to(vector.mask.device)] = 0.0
 
 
 def positions_above(x: Tensor, cut: Cut) -> tuple[Tensor, int]:

@@ -42,12 +42,11 @@ class Arrived:
         self.size, self.lost = pieces.total, pieces.count - len(pieces.arrived)
         self.non_finite = any(piece == NON_FINITE for piece in pieces.arrived.values())
         found = [] if self.non_finite else sorted(pieces.arrived.items())
-        self.shards = [ShardReader(piece, numels, exact=exact) for _, piece in found]
+        self._shards = ShardReader([piece for _, piece in found], numels, exact=exact)
 
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
         """Add all that has come."""
-        for shard in self.shards:
-            shard.add_to(outs, weight)
+        self._shards.add_to(outs, weight)
 
 
 @dataclass
@@ -77,12 +76,11 @@ class Pushed:
 
     def give_back(self, codec: Codec, lost: Collection[int] | None = None, *, restore: bool = True) -> float:
         """Shards that did not arrive (None: all) return to the memory, or are gone; returns the sum of magnitudes."""
+        gone = [self.shards.pop(index, NON_FINITE) for index in sorted(self.shards if lost is None else lost)]
         mass = 0.0
-        for index in sorted(self.shards if lost is None else lost):
-            shard = self.shards.pop(index, NON_FINITE)
-            if shard == NON_FINITE or not restore:
-                continue
-            for tensor, positions, values in ShardReader(shard, self.numels).entries():
+        if restore:
+            back = ShardReader([shard for shard in gone if shard != NON_FINITE], self.numels)
+            for tensor, positions, values in back.entries():
                 codec.give_back(self.names[tensor], positions, values)
                 mass += float(values.abs().sum())
         return mass

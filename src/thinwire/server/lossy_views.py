@@ -99,10 +99,9 @@ class LossyViews(Views):
     def _positions(self, under: _Under, lost: frozenset[int]) -> Owed:
         numels = self._layout.numels(*under.place)
         found: dict[int, list[Tensor]] = {}
-        for index in lost:
-            if index < len(under.shards):
-                for tensor, positions, _ in ShardReader(under.shards[index], numels, exact=True).entries():
-                    found.setdefault(tensor, []).append(positions)
+        shards = [under.shards[index] for index in lost if index < len(under.shards)]
+        for tensor, positions, _ in ShardReader(shards, numels, exact=True).entries():
+            found.setdefault(tensor, []).append(positions)
         return {tensor: torch.cat(found[tensor]).unique() for tensor in sorted(found)}
 
     def _encode(self, missing: dict[str, Tensor], values: list[Tensor], edition: int) -> Buffer | list[bytes]:
@@ -111,7 +110,5 @@ class LossyViews(Views):
         if isinstance(made, str):
             return [NON_FINITE]
         shards, _ = made
-        numels = [value.numel() for value in values]
-        for shard in shards:
-            ShardReader(shard, numels).add_to(values)
+        ShardReader(shards, [value.numel() for value in values]).add_to(values)
         return shards

@@ -26,8 +26,8 @@ _BATCH_BYTES = 1 << 14
 class _Short:
     """An envelope that may go as a datagram, until the other side says that it has come."""
 
-    number: int
-    record: bytes
+    envelope: Envelope
+    record: bytes = b""  # made when it is needed: a clean path needs none
     sent: float = 0.0
     times: int = 0
 
@@ -66,14 +66,14 @@ class Outgoing:
             self._shorten(envelope)
 
     def _shorten(self, envelope: Envelope) -> None:
-        if envelope.size <= EXPRESS and len(record := envelope.as_record()) <= self._room:
-            self._short.append(_Short(envelope.number, record))
+        if envelope.size <= EXPRESS:
+            self._short.append(_Short(envelope))
 
     def acknowledge(self, due: int) -> None:
         """The other side waits for this number: it has all before it."""
         if self._acknowledged < due <= self._number + 1:
             self._acknowledged = due
-            self._short = deque(each for each in self._short if each.number >= due)
+            self._short = deque(each for each in self._short if each.envelope.number >= due)
             while self._reliable and self._reliable[0][0].number < due:
                 self._reliable.popleft()
 
@@ -90,6 +90,8 @@ class Outgoing:
                 found.append(Envelope(Kind.BATCH, self._session, due, [b"".join(records)]).as_parts())
                 records.clear()
 
+        if not self._reliable:
+            return []
         if any(envelope.size > EXPRESS for envelope, _ in self._reliable):
             before = math.inf  # it has no other way, and what is before it must not come after it
         while self._reliable and self._reliable[0][1] <= before and self._reliable[0][0].number not in self._held:
@@ -119,6 +121,10 @@ class Outgoing:
         pause = 3600.0
         for each in self._short:
             if not each.times:
+                each.record = each.envelope.as_record()
+                if len(each.record) > self._room:
+                    each.times = _AGAIN + 1
+                    continue
                 often.append(each.record)
             elif each.times > _AGAIN:
                 continue

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from thinwire.transport.base import Buffer
@@ -28,6 +28,11 @@ class Sending:
     began: float = 0.0  # when the first datagram went
     left: float = 0.0  # when the last one did
 
+    def packed(self, count: int) -> Iterator[bytes]:
+        """The contents of the next so many datagrams."""
+        for index in range(self.next, self.next + count):
+            yield pack_data(self.number, index, len(self.pieces), self.head, self.pieces[index], time.time())
+
     def word(self) -> bytes:
         """What is said after its datagrams."""
         return pack_end(self.number, len(self.pieces), self.total, self.head)
@@ -50,7 +55,6 @@ class Dispatch:
         self.counts: Counter[str] = Counter()
         self.rests_until = 0.0  # datagrams are not worth trying before
         self._unreported: dict[int, Sending] = {}
-        self._finished: list[Sending] = []
         self._deaf = 0
 
     def submit(self, number: int, head: bytes, pieces: Sequence[Buffer]) -> None:
@@ -58,29 +62,26 @@ class Dispatch:
         self._unreported[number] = sending = Sending(number, head, pieces, sum(map(len, pieces)))
         self.queue.append(sending)
 
-    def next(self, now: float) -> tuple[bytes | None, float]:
-        """The next datagram's content if it may leave now, or None and the seconds until one may."""
+    def next(self, now: float) -> tuple[Sending, int, float]:
+        """The message in turn, how many of its datagrams may leave now, and if none, the seconds until one may."""
         sending = self.queue[0]
-        delay = self.pacer.delay(self._mtu, now)
-        if delay > 0.0:
+        count, delay = self.pacer.allowed(now)
+        if count < len(sending.pieces) - sending.next:
             sending.waited = True
-            return None, delay
-        sending.began = sending.began or now
-        piece = sending.pieces[sending.next]
-        plain = pack_data(sending.number, sending.next, len(sending.pieces), sending.head, piece, time.time())
-        sending.next += 1
-        self.counts["sent"] += 1
-        self.pacer.spend(len(plain) + _HEADERS)
-        if sending.next == len(sending.pieces):
-            self.queue.popleft()
-            sending.left = now
-            self._finished.append(sending)
-        return plain, 0.0
+        if count:
+            sending.began = sending.began or now
+        return sending, min(count, len(sending.pieces) - sending.next), delay
 
-    def finished(self) -> list[Sending]:
-        """Messages whose last datagram has left since the last call."""
-        found, self._finished = self._finished, []
-        return found
+    def left(self, sending: Sending, count: int, size: int, now: float) -> bool:
+        """So many of its datagrams, of so many bytes, have left; whether these were the last."""
+        sending.next += count
+        self.counts["sent"] += count
+        self.pacer.spend(size + count * _HEADERS)
+        if sending.next < len(sending.pieces):
+            return False
+        self.queue.popleft()
+        sending.left = now
+        return True
 
     def learn(self, report: Report, now: float) -> Outcome | None:
         """Take in a report; None if nothing waits for it."""

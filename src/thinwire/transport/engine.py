@@ -25,7 +25,7 @@ log = logging.getLogger("thinwire.transport")
 _AT_ONCE = 128
 _BUFFER = 1 << 22
 # The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes.
-_OWNERS = 0.004
+_OWNERS = 0.008
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
 _STAMPED = struct.Struct("@qq")
@@ -94,32 +94,29 @@ class Engine(threading.Thread):
 
     # Out
 
-    def transmit(self, path: Path, datagrams: list[bytes]) -> None:
+    def transmit(self, path: Path, datagram: bytes) -> None:
         """Send without waiting; what does not fit in the kernel's queue is lost like anything else."""
-        for datagram in datagrams:
-            with contextlib.suppress(OSError):
-                if self._probes:
-                    self._socket.send(datagram)
-                elif path.address is not None:
-                    self._socket.sendto(datagram, path.address)
+        try:
+            if self._probes:
+                self._socket.send(datagram)
+            elif path.address is not None:
+                self._socket.sendto(datagram, path.address)
+        except OSError:
+            pass
 
     def pump(self, path: Path) -> tuple[float, bool]:
         """Let leave what may; returns the seconds until more may, and whether a message's last word may be said."""
         with self.lock:
-            delay, waiting = 3600.0, len(path.queue)
-            while path.queue:
-                datagram, delay = path.next_datagram(time.monotonic())
-                if datagram is None:
-                    break
-                self.transmit(path, [datagram])
-                delay = 3600.0
+            waiting = len(path.queue)
+            delay = path.pump(lambda datagram: self.transmit(path, datagram))
             return min(delay, self.express(path)), len(path.queue) < waiting
 
     def express(self, path: Path) -> float:
         """Send short envelopes as datagrams where that is worth it; returns the seconds until it is again."""
         now = time.monotonic()
         datagrams, pause = path.express(now)
-        self.transmit(path, datagrams)
+        for datagram in datagrams:
+            self.transmit(path, datagram)
         path.express_at = now + pause
         return pause
 
@@ -153,21 +150,21 @@ class Engine(threading.Thread):
         if now - self._probed > (_PROBE if path.address is None else _ALIVE):
             self._probed = now
             with self.lock:
-                self.transmit(path, [path.sealer.seal(bytes([PROBE]) + bytes(path.mtu - OVERHEAD - 1))])
+                self.transmit(path, path.sealer.seal(bytes([PROBE]) + bytes(path.mtu - OVERHEAD - 1)))
 
     # In
 
     def receive(self) -> bool:
         """Read what has come; True if the owner has something to do."""
         news = False
-        for _ in range(_AT_ONCE):
-            try:
-                datagram, stamps, _, address = self._socket.recvmsg(LARGEST_DATAGRAM, 64)
-            except BlockingIOError:
-                break
-            except OSError:  # somebody answered that a port is closed
-                continue
-            with self.lock:
+        with self.lock:
+            for _ in range(_AT_ONCE):
+                try:
+                    datagram, stamps, _, address = self._socket.recvmsg(LARGEST_DATAGRAM, 64)
+                except BlockingIOError:
+                    break
+                except OSError:  # somebody answered that a port is closed
+                    continue
                 news |= self._take(datagram, address, _stamp(stamps))
         return news
 
@@ -180,26 +177,26 @@ class Engine(threading.Thread):
         plain = path.opener.open(datagram)
         if plain is None:
             return False
-        try:
-            return self._believe(path, plain, address, stamp)
-        except (TransportError, struct.error, IndexError):
-            self.counts["broken"] += 1
-            return False
-
-    def _believe(self, path: Path, plain: bytes, address: tuple[str, int], stamp: float) -> bool:
-        kind, opened = plain[0], False
-        if not self._probes and path.address != address:
+        opened = False
+        if path.address != address and not self._probes:
             opened, path.address = path.address is None, address
             if opened:
                 path.open_to_peer()
+        try:
+            return self._believe(path, plain, stamp) or opened
+        except (TransportError, struct.error, IndexError):
+            self.counts["broken"] += 1
+            return opened
+
+    def _believe(self, path: Path, plain: bytes, stamp: float) -> bool:
+        kind = plain[0]
         if kind == DATA:
-            message, index, count, head, piece, sent = read_data(plain)
-            return path.take_piece(message, index, count, head, piece, sent, stamp) or opened
+            return path.take_piece(*read_data(plain), stamp)
         if kind == CONTROL:
-            return path.take_control(*read_control(path.session, plain)) or opened
+            return path.take_control(*read_control(path.session, plain))
         if kind != PROBE:
             raise TransportError("a datagram of a kind that there is not")
-        return opened
+        return False
 
 
 def _stamp(stamps: list[tuple[int, int, bytes]]) -> float:

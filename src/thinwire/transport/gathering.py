@@ -59,6 +59,7 @@ class Gathering:
         self.open: dict[int, Message] = {}
         self._closed: OrderedDict[int, float | None] = OrderedDict()
         self.lateness = Lateness()
+        self._span = -1
         self._fastest: list[float] = []  # the least one-way delays of the last spans, by two clocks
         self.received = self.late = self.repeated = self.lost = 0
 
@@ -83,13 +84,16 @@ class Gathering:
             self.repeated += 1
             return False
         self.received += 1
-        found.pieces[index] = piece
+        pieces = found.pieces
+        pieces[index] = piece
         found.last = time.monotonic()
         delay = self._delay(stamp - sent, stamp)
-        first = len(found.pieces) == 1
-        found.queue = delay if first else min(found.queue, delay)
-        found.stamps = (stamp if first else found.stamps[0], stamp)
-        return found.whole
+        if len(pieces) == 1:
+            found.queue, found.stamps = delay, (stamp, stamp)
+        else:
+            found.queue = delay if delay < found.queue else found.queue
+            found.stamps = found.stamps[0], stamp
+        return len(pieces) == count
 
     def end(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:
         """The sender's last word on a message; None if it is closed already."""
@@ -117,7 +121,9 @@ class Gathering:
     def _delay(self, flight: float, now: float) -> float:
         """A delay above the least of the last half minute."""
         span = int(now / 10.0)
-        if not self._fastest or self._fastest[0] != span:
-            self._fastest = [span, flight, *self._fastest[1:3]]
-        self._fastest[1] = min(self._fastest[1], flight)
-        return flight - min(self._fastest[1:])
+        if span != self._span:
+            self._span = span
+            self._fastest = [flight, *self._fastest[:2]]
+        if flight < self._fastest[0]:
+            self._fastest[0] = flight
+        return flight - min(self._fastest)

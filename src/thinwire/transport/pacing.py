@@ -23,10 +23,16 @@ _EASE = 0.82
 # Delay above the least that was seen lately, from which on a queue stands: several senders' short bursts make less.
 QUEUE = 0.020
 # The same for a sender that the pacer holds back: then it is no burst, and the link is busy.
-_BUSY = 0.005
+_BUSY = 0.007
 # As near to the longest queue of late as this, its end is reached: others lose datagrams there even if we do not.
 # Below the second it has gone away from there.
 _TOP, _AWAY = 0.85, 0.75
+# A sender of more than this share of what is under way makes a queue shorter; one of less leaves that to the others.
+# What the link carries is taken to be the highest rate of arrival, half of it after so many seconds.
+_SHARE, _FADES = 0.4, 30.0
+# A queue that stands next to less than that share is that of others. For so many seconds it is left to them, and the
+# window grows by so many datagrams in a round trip.
+_COMPETES, _CATCH_UP = 10.0, 1.25
 # More than this is no link's own loss, whatever the delays say: a queue may have been there from the beginning.
 _TOO_MUCH = 0.3
 # Above the rate of arrival, so that a free link is found: while the window doubles, and after.
@@ -61,11 +67,11 @@ class Bucket:
         self.rate, self.depth = rate, depth
         self._tokens, self._filled = depth, now
 
-    def delay(self, size: int, now: float) -> float:
-        """Seconds until so many bytes may leave; 0 if now."""
+    def tokens(self, now: float) -> float:
+        """Bytes that may leave now; fewer than none if too many have left."""
         self._tokens = min(self.depth, self._tokens + (now - self._filled) * self.rate)
         self._filled = now
-        return 0.0 if self._tokens >= size else (size - self._tokens) / self.rate
+        return self._tokens
 
     def spend(self, size: int) -> None:
         """They leave."""
@@ -87,6 +93,8 @@ class Pacer:
         self._before, self._fell = float(_START), now  # the window at the last fall, and when
         self._longest: deque[float] = deque(maxlen=256)  # queueing delays of late
         self._topped = False
+        self._competes_until = 0.0  # others fill the link
+        self._carries = 0.0, now  # the highest rate of arrival, fading, and when that was computed
         self._trial = Trial()
         self._even = Bucket(_MOST, BURST * size, now)
         self._windows = Bucket(self.rate, self.window * size, now)
@@ -102,12 +110,17 @@ class Pacer:
         gain = _PROBING if self._doubling else _STEADY
         return min(gain * max(self._rates), _MOST) if self._rates else _MOST
 
-    def delay(self, size: int, now: float) -> float:
-        """Seconds until a datagram of this size may leave; 0 if now."""
-        return max(bucket.delay(size, now) for bucket in (self._even, self._windows, self._shared))
+    def allowed(self, now: float) -> tuple[int, float]:
+        """Datagrams of full size that may leave now; if none, the seconds until one may."""
+        buckets = (self._even, self._windows, self._shared)
+        tokens = [bucket.tokens(now) for bucket in buckets]
+        count = int(min(tokens) // self._size)
+        if count > 0:
+            return count, 0.0
+        return 0, max((self._size - there) / bucket.rate for there, bucket in zip(tokens, buckets, strict=True))
 
     def spend(self, size: int) -> None:
-        """A datagram leaves."""
+        """So many bytes leave."""
         for bucket in (self._even, self._windows, self._shared):
             bucket.spend(size)
 
@@ -122,10 +135,12 @@ class Pacer:
         arrived = seen.sent - seen.lost
         if arrived >= _ENOUGH and seen.span > 0.0:
             self._rates.append(seen.size * (arrived - 1) / seen.sent / seen.span)
+            highest, since = self._carries
+            self._carries = max(self._rates[-1], highest * 0.5 ** ((now - since) / _FADES)), now
         self._longest.append(seen.queue)
         if self._trial.running:
             self._end_trial(seen, now)
-        elif self._crowded(seen) or self._overrun(seen, usual):
+        elif self._crowded(seen) or self._overrun(seen, usual) or self._fills(seen, now):
             if now - self._fell > 2 * self.trip:  # one round trip's losses are one sign, and it shows one later
                 self._fall(now, _FALL if seen.lost else _EASE)
         elif seen.tried and self._trial.due(seen.sent, seen.lost, now):
@@ -148,6 +163,22 @@ class Pacer:
         self._topped = level > (_AWAY if before else _TOP)
         full = seen.lost > 0 or (self._topped and not before)  # it may stay there for a while: that is one sign
         return (seen.queue > (_BUSY if seen.tried else QUEUE) and full) or self.loss > _TOO_MUCH
+
+    def _fills(self, seen: Seen, now: float) -> bool:
+        """A queue stands that is mostly ours. A TCP that keeps its own queue short (BBR) would starve behind it."""
+        if not seen.tried or seen.queue <= _BUSY:
+            self._competes_until = 0.0 if seen.queue <= _BUSY else self._competes_until
+            return False
+        if self.window > _SHARE * self._under_way:
+            return now >= self._competes_until
+        if seen.queue > QUEUE:
+            self._competes_until = now + _COMPETES
+        return False
+
+    @property
+    def _under_way(self) -> float:
+        """Datagrams that everybody together has on the link."""
+        return self._carries[0] * self.trip / self._size
 
     def _overrun(self, seen: Seen, usual: float) -> bool:
         """Far more was lost than usual and the rest came far apart: a queue too short to show as a delay."""
@@ -182,6 +213,8 @@ class Pacer:
         # Where round trips are short, CUBIC grows like Reno: about half a datagram per round trip.
         friendly = self._before * _FALL + 3.0 * (1.0 - _FALL) / (1.0 + _FALL) * since / max(self.trip, 1e-3)
         self.window = max(self.window, min(max(target, friendly), 1.5 * self.window))
+        if now < self._competes_until:
+            self.window += _CATCH_UP * seen.sent / self.window
 
     def __str__(self) -> str:
         shared = f", {self.grant * 8e-6:.1f} mbit/s granted" if self.grant else ""

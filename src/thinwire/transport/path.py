@@ -6,7 +6,7 @@ reliable way. Not safe by itself: the transport holds a lock.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from thinwire.transport.base import Buffer
 from thinwire.transport.control import AHEAD, Incoming, Outgoing
@@ -50,6 +50,7 @@ class Path:
         self.address: tuple[str, int] | None = None  # where datagrams go; None: nowhere yet
         self._out, self._in = Outgoing(session, mtu - OVERHEAD - CONTROL_BYTES), Incoming()
         self.express_at = 0.0  # when short envelopes must be looked after
+        self._level = 0  # copies of a short envelope, by the loss that was seen
         self._opened = False  # whether the other side must be told that its datagrams arrive
         self._reports: list[bytes] = []
         self._news = 0.0  # when a datagram of envelopes last brought any
@@ -81,7 +82,7 @@ class Path:
 
     def _copies(self, now: float) -> int:
         """How often a short envelope is sent as a datagram."""
-        return sum(self.pacer.loss > bar for bar in _COPIES) if self.can_send(now) else 0
+        return self._level if self._level and self.can_send(now) else 0
 
     def express(self, now: float) -> tuple[list[bytes], float]:
         """Datagrams of short envelopes to send now, if the path loses packets, and the seconds until more are due."""
@@ -105,14 +106,20 @@ class Path:
         self.dispatch.submit(number, head, pieces)
         return number
 
-    def next_datagram(self, now: float) -> tuple[bytes | None, float]:
-        """The next datagram that may leave now, or None and the seconds until one may."""
-        plain, delay = self.dispatch.next(now)
-        if plain is None:
-            return None, delay
-        for sending in self.dispatch.finished():
-            self._out.release(sending.number, sending.word())
-        return self.sealer.seal(plain), 0.0
+    def pump(self, send: Callable[[bytes], None]) -> float:
+        """Let leave what may; returns the seconds until more may."""
+        seal = self.sealer.seal
+        while self.queue:
+            sending, count, delay = self.dispatch.next(time.monotonic())
+            if not count:
+                return delay
+            size = 0
+            for plain in sending.packed(count):
+                size += len(plain)
+                send(seal(plain))
+            if self.dispatch.left(sending, count, size, time.monotonic()):
+                self._out.release(sending.number, sending.word())
+        return 3600.0
 
     # In
 
@@ -169,8 +176,10 @@ class Path:
             else:
                 if envelope.kind is not Kind.REPORT:
                     found.append(list(envelope.parts))
-                reports = (self.dispatch.learn(report, now) for report in read_reports(envelope.reports))
-                outcomes += [outcome for outcome in reports if outcome is not None]
+                if len(envelope.reports):
+                    reports = (self.dispatch.learn(report, now) for report in read_reports(envelope.reports))
+                    outcomes += [outcome for outcome in reports if outcome is not None]
+                    self._level = sum(self.pacer.loss > bar for bar in _COPIES)
             self._in.advance()
         return found, outcomes
 
