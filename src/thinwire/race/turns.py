@@ -24,8 +24,9 @@ class Slow(nn.Module):
         self.linear, self.seconds = nn.Linear(width, width), seconds
 
     def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)  # waits for its parameters: no computing before they are there
         time.sleep(self.seconds)
-        return torch.relu(self.linear(x))
+        return torch.relu(y)
 
 
 def take_turns(serve: Callable[[Run, str], None], work: Callable[[Run, str, int], None]) -> None:
