@@ -92,7 +92,7 @@ def test_a_server_without_keys_is_noticed(folder: Path) -> None:
     assert isinstance(listener, TcpListener)
     try:
         message = error_of(listener, connect(listener.address, keys=folder / "left.secret"))
-        assert "without keys, and this worker has some" in message
+        assert "runs without keys" in message  # for certain, or perhaps if it hung up before it said so
     finally:
         listener.close()
 

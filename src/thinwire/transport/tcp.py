@@ -22,7 +22,8 @@ log = logging.getLogger("thinwire.transport")
 NAME_BYTES = 16
 # Messages that one poll returns at most, so that a peer that never stops cannot hold the server in it.
 AT_ONCE = 256
-# A server with another key only hangs up, as one does that is just restarting: it is believed the fifth time.
+# A server with another key, or without one if it is quicker than this side, only hangs up, as one does that is just
+# restarting: it is believed the fifth time.
 PERSISTENT = 5
 
 Folder = str | os.PathLike[str]
@@ -176,7 +177,8 @@ class TcpConnection(Connection):
             self._failures += 1
             if self._failures == PERSISTENT:
                 return TransportError(
-                    f"the server at {self._where} hangs up: its key is not the one in this worker's file of keys"
+                    f"the server at {self._where} hangs up: its key is not the one in this worker's file of keys, "
+                    "or it runs without keys"
                 )
         return None
 
