@@ -1,9 +1,13 @@
-// Coverage-guided fuzzing of the frame reader: any bytes are either refused or read within bounds.
+// Coverage-guided fuzzing of what reads frames: any bytes are either refused or read within bounds, and the sum of
+// frames and the reader of shards find the same in them.
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 
 #include "../crc32c.hpp"
 #include "../reader.hpp"
+#include "../shards.hpp"
+#include "../sum.hpp"
 
 namespace {
 
@@ -35,6 +39,51 @@ void read_all(const Reader& reader) {
   }
 }
 
+uint64_t largest(const std::vector<uint64_t>& numels) {
+  return numels.empty() ? 0 : *std::max_element(numels.begin(), numels.end());
+}
+
+using Outs = std::vector<std::vector<float>>;
+
+Outs room(const std::vector<uint64_t>& numels) {
+  Outs outs;
+  for (const uint64_t n : numels) outs.emplace_back(n);
+  return outs;
+}
+
+// What a reader adds to zeros.
+Outs added(const Reader& reader, const std::vector<uint64_t>& numels) {
+  Outs outs = room(numels);
+  for (const Section& s : reader.sections()) reader.add(s, outs[s.id].data(), 1.0f);
+  return outs;
+}
+
+void sum_one(const Reader& reader, const std::vector<uint64_t>& numels) {
+  Outs outs = room(numels);
+  std::vector<Sum> sums;
+  for (size_t i = 0; i < numels.size(); ++i) sums.push_back({outs[i].data(), numels[i], Deal{}});
+  sum_frames({&reader}, sums, 1.0f);
+  require(outs == added(reader, numels));
+}
+
+// The frame as a shard that begins some elements into its first tensor.
+void read_shard(const std::vector<uint8_t>& frame, std::vector<uint64_t> numels, bool exact, const Outs& expected) {
+  constexpr uint32_t kBegin = 7;
+  const uint32_t place[2] = {exact ? kExact : 0, kBegin};
+  std::vector<uint8_t> bytes(kShardBytes);
+  std::memcpy(bytes.data(), place, kShardBytes);
+  bytes.insert(bytes.end(), frame.begin(), frame.end());
+  numels[0] += kBegin;
+  const size_t size = bytes.size();
+  const ShardReader shards(std::move(bytes), {size}, numels, exact);
+  Outs outs = room(numels);
+  std::vector<float*> places;
+  for (auto& out : outs) places.push_back(out.data());
+  shards.add(places, 1.0f);
+  outs[0].erase(outs[0].begin(), outs[0].begin() + kBegin);
+  require(outs == expected);
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -50,7 +99,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   const auto& numels = kReceivers[(choice >> 3) % kReceivers.size()];
   try {
-    read_all(Reader(frame.data(), frame.size(), numels, (choice & 7) == 1));
+    const Reader reader(frame.data(), frame.size(), numels, (choice & 7) == 1);
+    read_all(reader);
+    if (reader.length() < frame.size() || (reader.flags() & kNonFinite) || largest(numels) > kMostOut) return 0;
+    sum_one(reader, numels);
+    read_shard(frame, numels, choice & 1, added(reader, numels));
   } catch (const FrameFault&) {
   }
   return 0;

@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["reader.cpp", "positions.cpp", "values.cpp", "crc32c.cpp", "fuzz/decode_fuzzer.cpp"]
+SOURCES = [
+    *("reader.cpp", "positions.cpp", "values.cpp", "crc32c.cpp"),
+    *("sum.cpp", "shard_reader.cpp", "fuzz/decode_fuzzer.cpp"),
+]
 FLAGS = ["-std=c++20", "-g", "-O1", "-ffp-contract=off", "-fsanitize=fuzzer,address,undefined"]
 # As in decode_fuzzer.cpp: which receiver a golden frame is for.
 RECEIVERS = [[3000, 21], [3000], [700, 1300, 1000000, 0], [2]]
