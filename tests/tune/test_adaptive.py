@@ -203,3 +203,11 @@ def test_a_line_is_fitted_to_what_exchanges_took() -> None:
 def test_what_cannot_be_is_said(make: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         make()
+
+
+@pytest.mark.parametrize(
+    ("cost", "density"),
+    [(Payload(), 0.001), (Affine(0.0, 1e8), 0.001), (Affine(0.01, 1e8), 0.02), (Packets(), 0.02), (Measured(), 0.02)],
+)
+def test_the_first_messages_are_sized_for_where_the_rule_goes(cost: Cost, density: float) -> None:
+    assert Adaptive(cost, floor=0.001, start=0.02).expected(100_000, 0) == round(100_000 * density)

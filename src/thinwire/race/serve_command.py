@@ -14,22 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 
-from thinwire.race.options import (
-    Batch,
-    Bound,
-    Data,
-    Epochs,
-    EvaluateEvery,
-    LearningRate,
-    MaxSteps,
-    Mtu,
-    OnLoss,
-    RecipeName,
-    Seed,
-    Target,
-    invocation,
-    log_path,
-)
+from thinwire.race import options
 
 if TYPE_CHECKING:
     from thinwire.race.served import Serving
@@ -37,27 +22,27 @@ if TYPE_CHECKING:
 
 
 def serve_command(
-    recipe: RecipeName,
+    recipe: options.RecipeName,
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes any that is free.")] = 7077,
     bind: Annotated[str, typer.Option(help="Address to listen on; beyond loopback it demands --keys.")] = "127.0.0.1",
     expect: Annotated[int, typer.Option(min=1, help="Workers that must be there before training begins.")] = 1,
     mode: Annotated[str, typer.Option(help="bsp, ssp or async.")] = "bsp",
-    bound: Bound = 3,
+    bound: options.Bound = 3,
     compress: Annotated[str, typer.Option(help="Codec of the way to the workers; dense: the whole model.")] = "topk1",
     push: Annotated[str, typer.Option(help="Codec that workers are told to push with.")] = "topk1",
     reduce: Annotated[str, typer.Option(help="mean or sum of the workers' gradients.")] = "mean",
     policy: Annotated[str, typer.Option(help="fifo, filo, stalest or forward.")] = "forward",
     transport: Annotated[str, typer.Option(help="tcp, or udp: gradients and changes in datagrams.")] = "tcp",
-    on_loss: OnLoss = "restore",
-    mtu: Mtu = None,
-    target: Target = None,
-    epochs: Epochs = None,
-    max_steps: MaxSteps = None,
-    batch: Batch = None,
-    lr: LearningRate = None,
-    seed: Seed = 0,
-    evaluate_every: EvaluateEvery = None,
-    data: Data = None,
+    on_loss: options.OnLoss = "restore",
+    mtu: options.Mtu = None,
+    target: options.Target = None,
+    epochs: options.Epochs = None,
+    max_steps: options.MaxSteps = None,
+    batch: options.Batch = None,
+    lr: options.LearningRate = None,
+    seed: options.Seed = 0,
+    evaluate_every: options.EvaluateEvery = None,
+    data: options.Data = None,
     events: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-server-DATE.jsonl.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints; resumes from it.")] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
@@ -94,7 +79,7 @@ def serve_command(
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console)])
     # Before anything is loaded or written: an address that cannot be had is a mistake of the user's.
     with closing(listen(f"{transport}://{bind}:{port}", keys=keys, insecure=insecure, mtu=mtu)) as listener:
-        path = log_path(events, f"{made.name}-server")
+        path = options.log_path(events, f"{made.name}-server")
         _serve(Serving(made, data, terms, lambda event: None), listener, path, console, metrics, as_json)
 
 
@@ -111,7 +96,7 @@ def _serve(
     from thinwire.race.race import Field
     from thinwire.race.train_served import describe_served
 
-    made, place = serving.recipe, Field(serving.terms.workers, None, invocation())
+    made, place = serving.recipe, Field(serving.terms.workers, None, options.invocation())
     run = describe_served(made, serving.terms, place)
     with EventLog(path, run, resume_at=serving.server.clock.step or None) as log:
         serving.emit = log.write

@@ -10,55 +10,39 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from thinwire.race.options import (
-    Batch,
-    Bound,
-    Data,
-    Diagnose,
-    Epochs,
-    EvaluateEvery,
-    LearningRate,
-    MaxSteps,
-    Mtu,
-    OnLoss,
-    RecipeName,
-    Seed,
-    Target,
-    invocation,
-    log_path,
-)
+from thinwire.race import options
 
 if TYPE_CHECKING:
     from thinwire.race.train import Training
 
 
 def train_command(
-    recipe: RecipeName,
+    recipe: options.RecipeName,
     workers: Annotated[int, typer.Option(min=1, help="Processes, or emulated hosts with --rate.")] = 4,
     compress: Annotated[str, typer.Option(help="A density, a preset, dense or fp16.")] = "topk1",
     rate: Annotated[str | None, typer.Option(help="Rate of every link, in the lab: 100mbit.")] = None,
-    target: Target = None,
-    epochs: Epochs = None,
-    max_steps: MaxSteps = None,
-    batch: Batch = None,
-    lr: LearningRate = None,
-    seed: Seed = 0,
-    evaluate_every: EvaluateEvery = None,
-    data: Data = None,
+    target: options.Target = None,
+    epochs: options.Epochs = None,
+    max_steps: options.MaxSteps = None,
+    batch: options.Batch = None,
+    lr: options.LearningRate = None,
+    seed: options.Seed = 0,
+    evaluate_every: options.EvaluateEvery = None,
+    data: options.Data = None,
     events: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-METHOD-DATE.jsonl.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints, at every evaluation.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    diagnose: Diagnose = 0,
+    diagnose: options.Diagnose = 0,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard, too.")] = None,
     server: Annotated[bool, typer.Option("--server", help="With a parameter server, on one host more.")] = False,
     mode: Annotated[str, typer.Option(help="Of the server: bsp, ssp or async.")] = "bsp",
-    bound: Bound = 3,
+    bound: options.Bound = 3,
     pull: Annotated[str | None, typer.Option(help="Codec of the server's way back; default: --compress.")] = None,
     reduce: Annotated[str, typer.Option(help="The server's: mean or sum.")] = "mean",
     policy: Annotated[str, typer.Option(help="Of requests: fifo, filo, stalest or forward.")] = "forward",
     transport: Annotated[str, typer.Option(help="To the server: tcp or udp; mpi under mpirun.")] = "tcp",
-    on_loss: OnLoss = "restore",
-    mtu: Mtu = None,
+    on_loss: options.OnLoss = "restore",
+    mtu: options.Mtu = None,
     loss: Annotated[str | None, typer.Option(help="Share of packets lost, in the lab: 5%.")] = None,
 ) -> None:
     """Train a recipe with compressed gradients."""
@@ -74,9 +58,8 @@ def train_command(
     words = check_terms(compress, pull, mode, reduce, policy, transport, on_loss, mtu) if server else {}
     _check(compress, server, transport, diagnose, lossy=loss is not None, shaped=rate is not None)
     _check_folder(checkpoint, resume)
-    if "RANK" in os.environ and not server:
-        workers = int(os.environ.get("WORLD_SIZE", "1"))
     made = get_recipe(recipe)
+    workers = workers if server else _world(workers)
     plan = make_plan(
         made,
         workers=workers,
@@ -91,14 +74,19 @@ def train_command(
         resume=resume,
         diagnose=diagnose,
     )
-    place = Field(workers, rate_or_none(rate), invocation())
-    path = log_path(events, f"{made.name}-{compress}")
+    place = Field(workers, rate_or_none(rate), options.invocation())
+    path = options.log_path(events, f"{made.name}-{compress}")
     if server:
         agreed = Served(recipe, data, Terms(plan, seed, workers, bound=bound, **words))
         served = ServedTraining(made, agreed, place, path, loss)
-        end = served.run_under_mpi() if transport == "mpi" else served.run()
+        _tell(served.run_under_mpi() if transport == "mpi" else served.run(), path)
     else:
-        end = _run(Training(made, Work(recipe, data, ((compress, seed),), plan), place, path, tensorboard))
+        work = Work(recipe, data, ((compress, seed),), plan)
+        _tell(_run(Training(made, work, place, path, tensorboard)), path)
+
+
+def _tell(end: str | None, path: Path) -> None:
+    """How it ended and where the log is; None: rank 0 does the talking."""
     if end is not None:
         console = Console()
         console.print(end, highlight=False)
@@ -119,6 +107,11 @@ def _check(compress: str, server: bool, transport: str, diagnose: int, *, lossy:
         raise ValueError("--diagnose looks at a link of compressed gradients: leave out --server, dense and fp16")
 
 
+def _world(workers: int) -> int:
+    """Under torchrun it says how many there are."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else workers
+
+
 def _check_folder(checkpoint: Path | None, resume: bool) -> None:
     from thinwire.race.checkpoints import open_folder
 
@@ -129,7 +122,7 @@ def _check_folder(checkpoint: Path | None, resume: bool) -> None:
 
 
 def _run(training: "Training") -> str | None:
-    """Train as one worker of torchrun's, or with workers that are started here; None: rank 0 does the talking."""
+    """Train as one worker of torchrun's, or with workers that are started here; None: another rank tells the end."""
     from thinwire.race.train import run_as_worker, run_training
 
     if "RANK" in os.environ:

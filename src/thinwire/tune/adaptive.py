@@ -16,7 +16,7 @@ from thinwire import _native
 from thinwire.codec.selection import Cut, Selection, count_of
 from thinwire.codec.values import SEEDS
 from thinwire.codec.vectors import Group, Vector
-from thinwire.tune.cost import Array, Cost, Measured, Payload
+from thinwire.tune.cost import Array, Cost, Measured
 from thinwire.tune.law import Law
 
 Rule = Literal["plain", "sign", "stochastic"]
@@ -124,7 +124,7 @@ class Adaptive(Selection):
 
     def expected(self, n: int, step: int) -> int:
         # Where bits alone count the rule goes to its floor, and the first messages should not be ten times as large.
-        return count_of(self.floor if isinstance(self.cost, Payload) else self.start, n)
+        return count_of(self.floor if self.cost.bits_alone else self.start, n)
 
 
 @lru_cache(maxsize=1024)

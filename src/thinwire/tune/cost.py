@@ -26,6 +26,11 @@ class Cost(ABC):
         """Whether there is anything to go by yet."""
         return True
 
+    @property
+    def bits_alone(self) -> bool:
+        """Whether a step costs nothing but its bits: then as few entries as possible are the best."""
+        return False
+
 
 @dataclass(frozen=True)
 class Payload(Cost):
@@ -33,6 +38,10 @@ class Payload(Cost):
 
     def of(self, bits: Array) -> Array:
         return np.maximum(bits, 1.0)
+
+    @property
+    def bits_alone(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ class Affine(Cost):
 
     def of(self, bits: Array) -> Array:
         return self.latency + np.maximum(bits, 1.0) / self.bandwidth
+
+    @property
+    def bits_alone(self) -> bool:
+        return self.latency == 0.0
 
 
 @dataclass(frozen=True)
