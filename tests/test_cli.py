@@ -37,6 +37,8 @@ def test_help(arguments: tuple[str, ...]) -> None:
         ("bench", "codec", "--n", "many"),
         ("bench", "codec", "--n", "0"),
         ("bench", "codec", "--json", "/nowhere/at/all.json"),
+        ("race", "--json", "/nowhere/at/all.json"),
+        ("race", "--report", "/nowhere/at/all.html"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...]) -> None:

@@ -82,7 +82,8 @@ def run(arguments: list[str]) -> int:
         print(f"{where}: {_sentence(error)}; see '{where} --help'.", file=sys.stderr)
         return 2
     except (_ClickException, ThinwireError, ValueError) as error:
-        print(f"thinwire: {_sentence(error)}.", file=sys.stderr)
+        sentence = _sentence(error)
+        print(f"thinwire: {sentence}{'' if sentence.endswith('?') else '.'}", file=sys.stderr)
         return 2
     except (typer.Abort, KeyboardInterrupt):
         print("thinwire: stopped.", file=sys.stderr)

@@ -126,8 +126,8 @@ def test_the_verdict_names_who_has_the_newest_copies() -> None:
         ("--iterations 9999999", "slices to push"),
         ("--from missing.json", "cannot read the profile missing.json"),
         ("--from missing.json --forward 1", "leave out --forward"),
-        ("--json /nowhere/at/all.json", "cannot write /nowhere/at/all.json"),
-        ("--report /nowhere/at/all.html", "cannot write the report /nowhere/at/all.html"),
+        ("--json /nowhere/at/all.json", "/nowhere/at/all.json cannot be written"),
+        ("--report /nowhere/at/all.html", "/nowhere/at/all.html cannot be written"),
     ],
 )
 def test_mistakes_are_one_sentence(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

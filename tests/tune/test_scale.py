@@ -170,8 +170,8 @@ def test_the_command_without_measurements(tmp_path: Path, capsys: pytest.Capture
         ("--compute 80ms --stragglers -1", "a spread is a share"),
         ("--compute soon", "soon"),
         ("--measured missing.json", "cannot read missing.json"),
-        ("--compute 80ms --json /nowhere/at/all.json", "cannot write /nowhere/at/all.json"),
-        ("--compute 80ms --report /nowhere/at/all.html", "cannot write the report /nowhere/at/all.html"),
+        ("--compute 80ms --json /nowhere/at/all.json", "/nowhere/at/all.json cannot be written"),
+        ("--compute 80ms --report /nowhere/at/all.html", "/nowhere/at/all.html cannot be written"),
     ],
 )
 def test_mistakes_are_one_sentence(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

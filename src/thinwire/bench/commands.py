@@ -3,7 +3,6 @@
 Torch is imported inside the functions, so that `--help` answers at once.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from thinwire.bench.advice import advice_command
 from thinwire.bench.ddp import ddp_command
 from thinwire.bench.server import server_command
 from thinwire.bench.udp import udp_command
+from thinwire.race.options import JsonFile
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
@@ -23,18 +23,16 @@ def _bench() -> None:
 
 @app.command("codec")
 def codec(
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    json_file: JsonFile = None,
     n: Annotated[list[int] | None, typer.Option(min=100_000, help="Elements of the tensor; may be repeated.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small tensor, few repetitions: a look, not a result.")
     ] = False,
 ) -> None:
     """Encode and decode, as ratios to copying the same tensor: one thread, best of several."""
-    if json is not None and (json.is_dir() or not json.parent.is_dir()):
-        raise ValueError(f"--json: {json} cannot be written, because it is a directory or lies in none")
     from thinwire.bench.show import run
 
-    run(n or ([1_756_426] if quick else [1_756_426, 25_000_000]), json, seconds=0.25 if quick else 1.2)
+    run(n or ([1_756_426] if quick else [1_756_426, 25_000_000]), json_file, seconds=0.25 if quick else 1.2)
 
 
 app.command("ddp")(ddp_command)

@@ -1,6 +1,5 @@
 """Runs the codec's benchmark and shows it: progress on stderr, tables on stdout, rows as JSON."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from thinwire.bench.bars import BARS_FOR, Bar, density_bars, from_rows, memory_bars
 from thinwire.bench.codec import Row, rows_of, steps_of
+from thinwire.race.options import write_json
 
 
 def run(sizes: list[int], file: Path | None, seconds: float) -> None:
@@ -32,8 +32,7 @@ def run(sizes: list[int], file: Path | None, seconds: float) -> None:
     for n in sizes:
         console.print(_table([row for row in rows if row.n == n], n))
     console.print(_bar_table(bars, max(sizes)))
-    if file is not None:
-        file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_json(file, [asdict(row) for row in rows])
 
 
 def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:

@@ -8,11 +8,12 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from thinwire.race.options import JsonFile, write_json
 
 PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 Bars = dict[str, tuple[float, float]]
@@ -25,7 +26,7 @@ def udp_command(
     steps: Annotated[int, typer.Option(min=10, help="Steps of each training.")] = 200,
     seconds: Annotated[float, typer.Option(min=1.0, help="Length of the flows.")] = 8.0,
     fuzzed: Annotated[int, typer.Option(min=1000, help="Forged datagrams.")] = 1_000_000,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Training over datagrams: through loss, next to TCP, with many senders, under fire."""
     parts = [part.strip() for part in only.split(",")]
@@ -59,8 +60,7 @@ def udp_command(
         console.print(
             f"{'met   ' if measured >= bar else 'MISSED'} {what}: {measured:.2f} (bar {bar})", highlight=False
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(json_file, figures)
 
 
 def _lab(hosts: int, rate: str, argv: list[str], kinds: tuple[str, ...], loss: str | None = None) -> Any:

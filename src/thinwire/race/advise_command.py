@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.race.options import Batch, Data, JsonFile, invocation, write_json
+from thinwire.race.options import Batch, Data, JsonFile, invocation, writable, write_json
 
 if TYPE_CHECKING:
     from thinwire.race.advising import Report
@@ -27,7 +27,7 @@ def advise_command(
     batch: Batch = None,
     data: Data = None,
     json_file: JsonFile = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page with a plot.")] = None,
+    report: Annotated[Path | None, typer.Option(callback=writable, help="Write a page with a plot.")] = None,
 ) -> None:
     """Predict step time, tax and bytes of each method, and say whether to compress at all."""
     import torch.distributed as dist

@@ -1,6 +1,7 @@
 """Options: what several commands ask for, in the same words; and what they all do with it."""
 
 import json
+import os
 import shlex
 import sys
 from datetime import datetime, timezone
@@ -8,6 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+
+def writable(path: Path | None) -> Path | None:
+    """A place for results, refused before the work that would be lost there."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise typer.BadParameter(f"{path} cannot be written, because it is a directory or its folder cannot be written")
+    return path
+
 
 # What is trained
 RecipeName = Annotated[str, typer.Argument(help="A recipe's name, or module:function.")]
@@ -29,8 +38,8 @@ OnLoss = Annotated[str, typer.Option(help="With udp, of lost gradients: restore 
 Mtu = Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; default 1400.")]
 
 # What is left of it
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.")]
-Page = Annotated[Path | None, typer.Option(help="Write a page with plots.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", callback=writable, help="Write the figures to a file.")]
+Page = Annotated[Path | None, typer.Option(callback=writable, help="Write a page with plots.")]
 
 
 def invocation() -> str:

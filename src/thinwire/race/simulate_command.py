@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from thinwire.race.options import JsonFile, invocation, write_json
+from thinwire.race.options import JsonFile, invocation, writable, write_json
 from thinwire.race.scale_command import scale_command
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def schedule(
         str, typer.Option(help="A forward pass waits for: answer (of this step) or copy (within the bound).")
     ] = "answer",
     json_file: JsonFile = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page with Gantt charts.")] = None,
+    report: Annotated[Path | None, typer.Option(callback=writable, help="Write a page with Gantt charts.")] = None,
 ) -> None:
     """Model the parameter server's request scheduling: makespan and staleness of each policy."""
     from thinwire.server.case import Case
