@@ -97,7 +97,7 @@ def _codec(name: str) -> Codec | None:
 def _curves(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Curve]:
     per_epoch = len(splits.train) // (WORKERS * BATCH)
     # Evaluating takes a third of training's time for as many images: every epoch, or every other small one.
-    epochs, every, samples, test = (60, 1, 5000, 2000) if workshop.full else (90, 2, 1040, 500)
+    epochs, every, samples, test = (60, 1, 5000, 10_000) if workshop.full else (90, 2, 1040, 500)
     goal = Goal(epochs * per_epoch, every * per_epoch, samples, test, target=TARGET)
     found = {}
     for name in METHODS:
