@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from thinwire.codec.frame import FrameReader
+from thinwire.codec.presets import codec_for
 from thinwire.recipes import get_recipe
+from thinwire.recipes.convnet import cuda_convnet
 from thinwire.recipes.recipe import TensorSplit
-from thinwire.reproduce import cat, request_scheduling, sparsify_showing, topk_convergence
+from thinwire.reproduce import cat, paper_process, request_scheduling, sparsify_showing, topk_convergence
 from thinwire.reproduce.cluster import Cluster, Setting
-from thinwire.reproduce.labs import Bed, served_phases
+from thinwire.reproduce.labs import Bed, broadcast_phases, served_phases
 from thinwire.reproduce.problems import logistic, optimum
 from thinwire.reproduce.runs import Curve
 
@@ -21,17 +24,14 @@ def curve(name: str, reached: int | None, test: list[float]) -> Curve:
 def test_time_to_target_is_steps_times_the_time_of_a_step() -> None:
     curves = {"dense": curve("dense", 100, [0.5, 0.9]), "percentile90": curve("percentile90", 110, [0.5, 0.9])}
     curves["thinwire"] = curve("thinwire", 105, [0.5, 0.898])
-    phase = {"compute": 100.0, "aggregate": 100.0, "synchronise": 800.0}
-    phases = {
-        "dense": {**phase, "ms": 1000.0},
-        "percentile90": {**phase, "ms": 500.0},
-        "thinwire": {**phase, "ms": 100.0},
-    }
-    times = sparsify_showing.times_of(curves, phases, None)
-    assert times["dense"]["served_seconds"] == pytest.approx(100.0) and times["dense"]["ring_seconds"] is None
+    served = {"dense": {"ms": 2000.0}, "percentile90": {"ms": 1500.0}, "thinwire": {"ms": 100.0}}
+    paper = {"dense": {"ms": 1000.0}, "percentile90": {"ms": 500.0}}
+    times = sparsify_showing.times_of(curves, paper, served, None)
+    assert times["dense"]["paper_seconds"] == pytest.approx(100.0) and times["dense"]["served_seconds"] == 200.0
+    assert times["dense"]["ring_seconds"] is None
     claims = {claim.what: claim for claim in sparsify_showing.time_claims(times)}
-    slow = claims["percentile90: speed-up to the target, master and workers"]
-    fast = claims["thinwire: speed-up to the target, master and workers"]
+    way = sparsify_showing._WAYS["paper"]
+    slow, fast = (claims[f"{name}: speed-up to the target, {way}"] for name in ("percentile90", "thinwire"))
     assert slow.ours == pytest.approx(100 / 55) and slow.holds is False
     assert fast.ours == pytest.approx(100 / 10.5) and fast.holds is True
     assert [c.holds for c in sparsify_showing.test_claims(curves)] == [True, True]
@@ -89,6 +89,39 @@ def test_the_model_of_scheduling() -> None:
     assert all(row["most"] <= row["bound"] for row in rows)
     claims = request_scheduling._claims(rows, rows, rows)
     assert claims[-1].ours == pytest.approx(1.0) and claims[-1].holds
+
+
+@pytest.mark.parametrize("method", ["dense", "percentile90"])
+def test_a_step_as_in_the_paper_is_plain_descent(method: str) -> None:
+    """Phases are measured, and the master's model is the one that a single process gets from the workers' sums."""
+    found = broadcast_phases(Bed("cifar10", None, hosts=3, rate=None, batch=2, lr=0.1), [method], steps=4)[method]
+    assert found["ms"] > 0 and all(found[name] > 0 for name in ("synchronise", "compute", "aggregate"))
+    torch.manual_seed(0)
+    model = cuda_convnet()
+    parameters = dict(model.named_parameters())
+    begun = torch.nn.utils.parameters_to_vector(parameters.values()).detach().clone()
+    codecs = {rank: codec_for("percentile90") for rank in (1, 2)}
+    for _ in range(4):
+        total = [torch.zeros_like(p) for p in parameters.values()]
+        for rank in (1, 2):
+            generator = torch.Generator().manual_seed(rank)
+            images, labels = (
+                torch.randn(2, 3, 32, 32, generator=generator),
+                torch.randint(0, 10, (2,), generator=generator),
+            )
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            grads = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+            if method == "dense":
+                for out, gradient in zip(total, grads.values(), strict=True):
+                    out += gradient
+            else:
+                frame = codecs[rank].encode(grads)
+                FrameReader(frame, [p.numel() for p in parameters.values()]).add_to(total)
+        with torch.no_grad():
+            for p, out in zip(parameters.values(), total, strict=True):
+                p.sub_(out, alpha=paper_process.RATE)
+    moved = torch.nn.utils.parameters_to_vector(parameters.values()).detach() - begun
+    assert found["moved"] == pytest.approx(float(moved.norm()), rel=1e-3)
 
 
 def test_phases_of_a_served_step() -> None:

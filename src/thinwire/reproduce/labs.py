@@ -1,6 +1,8 @@
 """Labs: step times and end-to-end runs on emulated hosts, for the product (steps to target) x (time of a step)."""
 
+import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.events import RunLog, Step, read_log
+from thinwire.race.launch import launch
 from thinwire.race.plans import make_plan
 from thinwire.race.race import Field, Result, run_race
 from thinwire.race.served import Terms
@@ -83,6 +86,33 @@ def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, fl
     phases = {name: median(name) for name in ("compute", "aggregate", "synchronise")}
     ends = [max(step.wall for step in steps) for steps in full]
     return {**phases, "ms": 1e3 * statistics.median(after - before for before, after in pairwise(ends))}
+
+
+def broadcast_phases(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step and its phases when the master broadcasts the model by a collective, by method.
+
+    `moved` is how far the steps took the model.
+    """
+    seen: dict[str, list[dict[str, float]]] = {}
+
+    def read(host: int, line: str) -> None:
+        kind, _, rest = line.partition(" ")
+        if kind == "STEP":
+            told = json.loads(rest)
+            seen.setdefault(told.pop("method"), []).append(told)
+
+    options = {"methods": list(methods), "batch": bed.batch, "steps": steps}
+    launch([sys.executable, "-m", "thinwire.reproduce.paper_process", json.dumps(options)], bed.hosts, bed.rate, read)
+    moments = {"synchronise": ("began", "synchronised"), "compute": ("synchronised", "computed")}
+    moments |= {"aggregate": ("computed", "ended"), "ms": ("began", "ended")}
+
+    def medians(told: list[dict[str, float]]) -> dict[str, float]:
+        return {
+            name: 1e3 * statistics.median(step[end] - step[begin] for step in told[2:])
+            for name, (begin, end) in moments.items()
+        }
+
+    return {method: medians(told) | {"moved": told[-1]["moved"]} for method, told in seen.items()}
 
 
 def _durations(log: RunLog) -> list[float]:

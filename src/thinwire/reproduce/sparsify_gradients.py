@@ -20,7 +20,7 @@ from thinwire.recipes import get_recipe
 from thinwire.recipes.recipe import Recipe, Splits
 from thinwire.reproduce.cluster import Cluster, Setting
 from thinwire.reproduce.confirming import Trial, confirm
-from thinwire.reproduce.labs import Bed, served_phases, step_times
+from thinwire.reproduce.labs import Bed, broadcast_phases, served_phases, step_times
 from thinwire.reproduce.runs import Curve, Goal
 from thinwire.reproduce.sparsify_showing import (
     BATCH,
@@ -44,7 +44,7 @@ from thinwire.reproduce.sparsify_showing import (
     times_of,
     verdict,
 )
-from thinwire.reproduce.study import Study
+from thinwire.reproduce.study import Study, Table
 from thinwire.reproduce.workshop import Workshop
 
 
@@ -57,15 +57,16 @@ def study(workshop: Workshop) -> Study:
     away = workshop.part("away", lambda: _away(recipe, splits, 300 if workshop.full else 40))
     shapes = workshop.part("magnitudes", lambda: _magnitudes(recipe, splits, 100 if workshop.full else 20))
     bed = Bed("cifar10", workshop.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
+    paper = workshop.lab_part("broadcast", lambda: broadcast_phases(bed, ["dense", "percentile90"], steps=12))
     phases = workshop.lab_part("phases", lambda: _phases(bed))
     flat = workshop.lab_part(
         "all-reduce", lambda: step_times(_workers_only(bed), ["dense", "percentile90", "topk1"], steps=12)
     )
     trial = Trial(_workers_only(bed), "topk1", codec_for("topk1"), 0.35, 300, 10, 1000)
     confirmed, proof = confirm(workshop, trial, flat)
-    times = times_of(curves, phases, flat)
-    claims = [*time_claims(times), *epoch_claims(curves), *phase_claims(phases), *test_claims(curves), *confirmed]
-    tables = [time_table(curves, times), *([phase_table(phases)] if phases else []), sweep_table(sweep), *proof]
+    times = times_of(curves, paper, phases, flat)
+    claims = [*time_claims(times), *epoch_claims(curves), *phase_claims(paper), *test_claims(curves), *confirmed]
+    tables = [time_table(curves, times), *_phase_tables(paper, phases), sweep_table(sweep), *proof]
     return Study(
         "sparsify-gradients",
         workshop.scale,
@@ -83,6 +84,11 @@ def study(workshop: Workshop) -> Study:
             "network": "500 Mbit/s, emulated",
         },
     )
+
+
+def _phase_tables(paper: Any, served: Any) -> list[Table]:
+    titled = {"Phases of a step as in the paper": paper, "Phases of a step with thinwire's server": served}
+    return [phase_table(title, phases) for title, phases in titled.items() if phases]
 
 
 def _workers_only(bed: Bed) -> Bed:

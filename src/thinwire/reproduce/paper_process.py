@@ -1,0 +1,117 @@
+"""One host of SparsifyGradients as the paper describes it: broadcast, compute, send to the master, one after the other.
+
+Rank 0 is the master and computes no gradient. The model goes down dense by a collective, as MPI broadcasts a long
+message: scattered, then gathered by all. Gradients come up whole, or as 8 bytes per kept value (int32, float32).
+Prints the times of every step by the machine's one monotonic clock, which all emulated hosts share.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.codec.codec import Codec
+from thinwire.codec.frame import FrameReader
+from thinwire.codec.presets import codec_for
+from thinwire.recipes.convnet import cuda_convnet
+
+RATE = 0.1 / 13  # of the sum of the gradients
+
+
+class Host:
+    """A model as one vector, and this host's part in a step."""
+
+    def __init__(self, method: str, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model = cuda_convnet()
+        self.codec: Codec | None = None if method == "dense" else codec_for(method)
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.numels = [p.numel() for p in self.model.parameters()]
+        self.master, self.world = dist.get_rank() == 0, dist.get_world_size()
+        self.share = -(-sum(self.numels) // self.world)
+        self.vector = torch.zeros(self.share * self.world)  # padded to equal shares
+        self.vector[: sum(self.numels)] = nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.images = torch.randn(batch, 3, 32, 32, generator=generator)
+        self.labels = torch.randint(0, 10, (batch,), generator=generator)
+
+    def synchronise(self) -> None:
+        """Everybody gets the master's model."""
+        own = torch.empty(self.share)
+        dist.scatter(own, list(self.vector.split(self.share)) if self.master else None, src=0)
+        dist.all_gather_into_tensor(self.vector, own)
+        nn.utils.vector_to_parameters(self.vector[: sum(self.numels)], self.model.parameters())
+
+    def compute(self) -> list[Tensor]:
+        """This host's gradient; the master has none."""
+        if self.master:
+            return []
+        loss = nn.functional.cross_entropy(self.model(self.images), self.labels)
+        return list(torch.autograd.grad(loss, list(self.model.parameters())))
+
+    def message(self, gradients: list[Tensor]) -> Tensor:
+        """One row, the gradient; or two, the kept values' places (as the bits of float32) and the values."""
+        rows = 1 if self.codec is None else 2
+        if self.master:
+            return torch.empty(rows, 0)
+        if self.codec is None:
+            return torch.cat([gradient.reshape(-1) for gradient in gradients]).view(1, -1)
+        reader = FrameReader(self.codec.encode(dict(zip(self.names, gradients, strict=True))), self.numels)
+        starts = [sum(self.numels[:i]) for i in range(len(self.numels))]
+        entries = [(section.id, *reader.entries(section)) for section in reader.sections]
+        places = torch.cat([(where + starts[i]).int() for i, where, _ in entries])
+        return torch.stack([places.view(torch.float32), torch.cat([values for _, _, values in entries])])
+
+    def aggregate(self, gradients: list[Tensor]) -> None:
+        """All gradients go to the master, which applies one after the other."""
+        message = self.message(gradients)
+        longest = torch.tensor([message.shape[1]])
+        dist.all_reduce(longest, dist.ReduceOp.MAX)  # what a collective gathers has one size
+        padded = torch.zeros(message.shape[0], int(longest))  # a zero at place zero changes nothing
+        padded[:, : message.shape[1]] = message
+        found = [torch.empty_like(padded) for _ in range(self.world)] if self.master else None
+        dist.gather(padded, found, dst=0)
+        for rows in (found or [])[1:]:
+            if self.codec is None:
+                self.vector[: rows.shape[1]].add_(rows[0], alpha=-RATE)
+            else:
+                self.vector.index_add_(0, rows[0].view(torch.int32), rows[1], alpha=-RATE)
+
+
+def step_of(host: Host) -> dict[str, float]:
+    """One step; the phases are kept apart by barriers, as in a bulk synchronous system."""
+    times = {"began": time.monotonic()}
+    host.synchronise()
+    dist.barrier()
+    times["synchronised"] = time.monotonic()
+    gradients = host.compute()
+    dist.barrier()
+    times["computed"] = time.monotonic()
+    host.aggregate(gradients)
+    times["ended"] = time.monotonic()
+    return times
+
+
+def main() -> None:
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for method in options["methods"]:
+        host = Host(method, options["batch"])
+        begun = host.vector.clone()
+        for _ in range(options["steps"]):
+            times = step_of(host)
+            if host.master:
+                print(
+                    "STEP " + json.dumps({"method": method, "moved": float((host.vector - begun).norm()), **times}),
+                    flush=True,
+                )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
