@@ -21,11 +21,12 @@ struct Permutations {
 };
 constexpr Permutations permutations;
 constexpr int kFew = 3;  // survivors of 32 elements that are cheaper to take one by one
+static_assert(kFew <= kSlack);
 
 // The processor's own prefetching stops at every page; 32 elements are two lines of float32.
 template <class T>
 inline void ahead(const T* p) {
-  constexpr size_t kAhead = 256, kLine = 64 / sizeof(T);
+  constexpr size_t kAhead = 512, kLine = 64 / sizeof(T);
   _mm_prefetch(reinterpret_cast<const char*>(p + kAhead), _MM_HINT_T0);
   if constexpr (sizeof(T) == 4) _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + kLine), _MM_HINT_T0);
 }
@@ -87,13 +88,17 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
     const uint32_t ma = above<Ties>(a, absolute, limit), mb = above<Ties>(b, absolute, limit);
     const uint32_t mc = above<Ties>(c, absolute, limit), md = above<Ties>(d, absolute, limit);
     const uint32_t mask = ma | mb << 8 | mc << 16 | md << 24;
-    if (mask == 0) continue;  // at low densities most turns end here
-    if (_mm_popcnt_u32(mask) <= kFew) {  // and most others have one survivor or two
-      for (uint32_t rest = mask; rest; rest = _blsr_u32(rest)) {
-        const size_t j = i + size_t(_tzcnt_u32(rest));
-        offsets[kept] = uint32_t(j);
-        values[kept++] = Memory ? s.memory[begin + j] : Load<D>::at(gradient, begin + j);
+    const int count = _mm_popcnt_u32(mask);
+    if (count <= kFew) {
+      // As many as would still be few are always written, and as many count as there are: a branch that asks whether
+      // there is any would be guessed wrong for most that there are, and costs more than the writing.
+      uint32_t rest = mask;
+      for (int few = 0; few < kFew; ++few, rest = _blsr_u32(rest)) {
+        const size_t j = i + (_tzcnt_u32(rest) & 31);
+        offsets[kept + size_t(few)] = uint32_t(j);
+        values[kept + size_t(few)] = Memory ? s.memory[begin + j] : Load<D>::at(gradient, begin + j);
       }
+      kept += size_t(count);
       continue;
     }
     emit(ma, a, i);
