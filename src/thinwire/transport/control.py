@@ -172,13 +172,19 @@ class Incoming:
         number = envelope.number
         if number < self.due or number in self._early or (not reliable and number > self.due + AHEAD):
             return False
-        read_reports(envelope.reports)  # broken ones are found here, before they are in anybody's way
+        if len(envelope.reports):
+            read_reports(envelope.reports)  # broken ones are found here, before they are in anybody's way
         if envelope.kind is Kind.WORD:
             read_end(envelope.parts[0] if envelope.parts else b"")
         self._early[number] = envelope
         if reliable:
             self._sure = max(self._sure, number)
         return True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any is here that was not advanced over."""
+        return bool(self._early)
 
     def current(self) -> Envelope | None:
         """The envelope in turn, if it is here; what was lost with a connection is passed over."""

@@ -30,8 +30,9 @@ class Sending:
 
     def packed(self, count: int) -> Iterator[bytes]:
         """The contents of the next so many datagrams."""
+        number, head, pieces = self.number, self.head, self.pieces
         for index in range(self.next, self.next + count):
-            yield pack_data(self.number, index, len(self.pieces), self.head, self.pieces[index], time.time())
+            yield pack_data(number, index, len(pieces), head, pieces[index], time.time())
 
     def word(self) -> bytes:
         """What is said after its datagrams."""

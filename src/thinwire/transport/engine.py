@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from thinwire.errors import TransportError
 from thinwire.transport.envelope import CONTROL, DATA, PROBE, read_control, read_data
@@ -94,29 +94,30 @@ class Engine(threading.Thread):
 
     # Out
 
-    def transmit(self, path: Path, datagram: bytes) -> None:
+    def transmit(self, path: Path, datagrams: Iterable[bytes]) -> None:
         """Send without waiting; what does not fit in the kernel's queue is lost like anything else."""
-        try:
-            if self._probes:
-                self._socket.send(datagram)
-            elif path.address is not None:
-                self._socket.sendto(datagram, path.address)
-        except OSError:
-            pass
+        send, sendto, address = self._socket.send, self._socket.sendto, path.address
+        for datagram in datagrams:
+            try:
+                if self._probes:
+                    send(datagram)
+                elif address is not None:
+                    sendto(datagram, address)
+            except OSError:
+                continue
 
     def pump(self, path: Path) -> tuple[float, bool]:
         """Let leave what may; returns the seconds until more may, and whether a message's last word may be said."""
         with self.lock:
             waiting = len(path.queue)
-            delay = path.pump(lambda datagram: self.transmit(path, datagram))
+            delay = path.pump(lambda datagrams: self.transmit(path, datagrams))
             return min(delay, self.express(path)), len(path.queue) < waiting
 
     def express(self, path: Path) -> float:
         """Send short envelopes as datagrams where that is worth it; returns the seconds until it is again."""
         now = time.monotonic()
         datagrams, pause = path.express(now)
-        for datagram in datagrams:
-            self.transmit(path, datagram)
+        self.transmit(path, datagrams)
         path.express_at = now + pause
         return pause
 
@@ -150,17 +151,18 @@ class Engine(threading.Thread):
         if now - self._probed > (_PROBE if path.address is None else _ALIVE):
             self._probed = now
             with self.lock:
-                self.transmit(path, path.sealer.seal(bytes([PROBE]) + bytes(path.mtu - OVERHEAD - 1)))
+                self.transmit(path, [path.sealer.seal(bytes([PROBE]) + bytes(path.mtu - OVERHEAD - 1))])
 
     # In
 
     def receive(self) -> bool:
         """Read what has come; True if the owner has something to do."""
         news = False
+        recvmsg = self._socket.recvmsg
         with self.lock:
             for _ in range(_AT_ONCE):
                 try:
-                    datagram, stamps, _, address = self._socket.recvmsg(LARGEST_DATAGRAM, 64)
+                    datagram, stamps, _, address = recvmsg(LARGEST_DATAGRAM, 64)
                 except BlockingIOError:
                     break
                 except OSError:  # somebody answered that a port is closed

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer
@@ -45,6 +46,10 @@ class Kind(IntEnum):
     BATCH = 9  # several envelopes; its number is the one that its sender waits for
 
 
+# An IntEnum's own look-up takes as long as all else about a record.
+_KINDS = {kind.value: kind for kind in Kind}
+
+
 @dataclass(frozen=True)
 class Report:
     """What became of one message."""
@@ -82,8 +87,7 @@ def read_reports(data: Buffer) -> list[Report]:
     return found
 
 
-@dataclass(frozen=True)
-class Envelope:
+class Envelope(NamedTuple):
     """One envelope; `number` is 0 outside of the session's order."""
 
     kind: Kind
@@ -115,9 +119,9 @@ def read_envelope(parts: Sequence[Buffer]) -> Envelope | None:
     _, version, kind, reported, session, number = _ENVELOPE.unpack(parts[0])
     if version != _VERSION:
         raise TransportError(f"the peer's datagrams have version {version}, this thinwire's {_VERSION}")
-    if kind not in Kind.__members__.values() or reported > 1 or len(parts) < 1 + reported:
+    if kind not in _KINDS or reported > 1 or len(parts) < 1 + reported:
         raise TransportError("an envelope makes no sense")
-    return Envelope(Kind(kind), session, number, list(parts[1 + reported :]), parts[1] if reported else b"")
+    return Envelope(_KINDS[kind], session, number, list(parts[1 + reported :]), parts[1] if reported else b"")
 
 
 def read_records(session: int, data: Buffer) -> list[Envelope]:
@@ -138,7 +142,7 @@ def read_records(session: int, data: Buffer) -> list[Envelope]:
                 raise TransportError("a record's parts are cut off")
             pieces.append(view[at : at + length])
             at += length
-        found.append(Envelope(Kind(kind), session, number, pieces[1:], pieces[0]))
+        found.append(Envelope(_KINDS[kind], session, number, pieces[1:], pieces[0]))
     return found
 
 

@@ -60,6 +60,28 @@ class Seen:
     grant: int = 0  # what the receiver has for this sender, bytes a second; 0: as much as there is
 
 
+class Largest:
+    """The largest of the last so many numbers, none of them negative; 0 if there is none yet."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._number = count, 0
+        self._falling: deque[tuple[int, float]] = deque()  # those that no later one exceeds, and their numbers
+
+    def add(self, value: float) -> None:
+        """One more."""
+        falling = self._falling
+        while falling and falling[-1][1] <= value:
+            falling.pop()
+        self._number += 1
+        falling.append((self._number, value))
+        if falling[0][0] <= self._number - self._count:
+            falling.popleft()
+
+    @property
+    def largest(self) -> float:
+        return self._falling[0][1] if self._falling else 0.0
+
+
 class Bucket:
     """A token bucket."""
 
@@ -88,10 +110,10 @@ class Pacer:
         self.trip = 0.0  # smoothed round trip
         self.falls = 0
         self.grant = 0
-        self._rates: deque[float] = deque(maxlen=_RATES)
+        self._rates = Largest(_RATES)
         self._doubling = True
         self._before, self._fell = float(_START), now  # the window at the last fall, and when
-        self._longest: deque[float] = deque(maxlen=256)  # queueing delays of late
+        self._longest = Largest(256)  # queueing delays of late
         self._topped = False
         self._competes_until = 0.0  # others fill the link
         self._carries = 0.0, now  # the highest rate of arrival, fading, and when that was computed
@@ -99,6 +121,7 @@ class Pacer:
         self._even = Bucket(_MOST, BURST * size, now)
         self._windows = Bucket(self.rate, self.window * size, now)
         self._shared = Bucket(_MOST, _MOST, now)
+        self._buckets = (self._even, self._windows, self._shared)
 
     @property
     def rate(self) -> float:
@@ -108,20 +131,19 @@ class Pacer:
     @property
     def _arriving(self) -> float:
         gain = _PROBING if self._doubling else _STEADY
-        return min(gain * max(self._rates), _MOST) if self._rates else _MOST
+        return min(gain * self._rates.largest, _MOST) if self._rates.largest else _MOST
 
     def allowed(self, now: float) -> tuple[int, float]:
         """Datagrams of full size that may leave now; if none, the seconds until one may."""
-        buckets = (self._even, self._windows, self._shared)
-        tokens = [bucket.tokens(now) for bucket in buckets]
+        tokens = [bucket.tokens(now) for bucket in self._buckets]
         count = int(min(tokens) // self._size)
         if count > 0:
             return count, 0.0
-        return 0, max((self._size - there) / bucket.rate for there, bucket in zip(tokens, buckets, strict=True))
+        return 0, max((self._size - there) / bucket.rate for there, bucket in zip(tokens, self._buckets, strict=True))
 
     def spend(self, size: int) -> None:
         """So many bytes leave."""
-        for bucket in (self._even, self._windows, self._shared):
+        for bucket in self._buckets:
             bucket.spend(size)
 
     def learn(self, seen: Seen, now: float) -> None:
@@ -134,10 +156,11 @@ class Pacer:
         self.grant = seen.grant
         arrived = seen.sent - seen.lost
         if arrived >= _ENOUGH and seen.span > 0.0:
-            self._rates.append(seen.size * (arrived - 1) / seen.sent / seen.span)
+            rate = seen.size * (arrived - 1) / seen.sent / seen.span
+            self._rates.add(rate)
             highest, since = self._carries
-            self._carries = max(self._rates[-1], highest * 0.5 ** ((now - since) / _FADES)), now
-        self._longest.append(seen.queue)
+            self._carries = max(rate, highest * 0.5 ** ((now - since) / _FADES)), now
+        self._longest.add(seen.queue)
         if self._trial.running:
             self._end_trial(seen, now)
         elif self._crowded(seen) or self._overrun(seen, usual) or self._fills(seen, now):
@@ -159,7 +182,7 @@ class Pacer:
 
     def _crowded(self, seen: Seen) -> bool:
         """A queue stands, and its end was reached."""
-        before, level = self._topped, seen.queue / max(*self._longest, 1e-9)
+        before, level = self._topped, seen.queue / max(self._longest.largest, 1e-9)
         self._topped = level > (_AWAY if before else _TOP)
         full = seen.lost > 0 or (self._topped and not before)  # it may stay there for a while: that is one sign
         return (seen.queue > (_BUSY if seen.tried else QUEUE) and full) or self.loss > _TOO_MUCH

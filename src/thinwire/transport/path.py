@@ -6,7 +6,7 @@ reliable way. Not safe by itself: the transport holds a lock.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from thinwire.transport.base import Buffer
 from thinwire.transport.control import AHEAD, Incoming, Outgoing
@@ -106,17 +106,15 @@ class Path:
         self.dispatch.submit(number, head, pieces)
         return number
 
-    def pump(self, send: Callable[[bytes], None]) -> float:
+    def pump(self, send: Callable[[Iterable[bytes]], None]) -> float:
         """Let leave what may; returns the seconds until more may."""
-        seal = self.sealer.seal
         while self.queue:
             sending, count, delay = self.dispatch.next(time.monotonic())
             if not count:
                 return delay
-            size = 0
-            for plain in sending.packed(count):
-                size += len(plain)
-                send(seal(plain))
+            plain = list(sending.packed(count))
+            send(map(self.sealer.seal, plain))
+            size = sum(map(len, plain))
             if self.dispatch.left(sending, count, size, time.monotonic()):
                 self._out.release(sending.number, sending.word())
         return 3600.0
@@ -161,8 +159,9 @@ class Path:
         """Messages, and what became of ours, that are in turn now."""
         found: list[list[Buffer]] = []
         outcomes: list[Outcome] = []
-        while True:
-            message = self.gathering.open.get(self._in.due)
+        gathered = self.gathering.open
+        while gathered or self._in.waiting:
+            message = gathered.get(self._in.due)
             if message is not None and message.whole:  # it needs no last word
                 found.append(self.close(message, now))
             elif (envelope := self._in.current()) is None:

@@ -52,7 +52,7 @@ class Opener:
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
-        self._newest, self._seen = 0, 0  # bit i: the counter newest - i has come
+        self._newest, self._seen = 0, bytearray(WINDOW)  # of the newest counters, each at its remainder: has it come?
         self.rejected: Counter[str] = Counter()
 
     def open(self, datagram: bytes) -> bytes | None:
@@ -60,7 +60,7 @@ class Opener:
         clear = datagram[: _CLEAR.size]
         counter = _CLEAR.unpack(clear)[3]
         age = self._newest - counter
-        if age >= 0 and (age >= WINDOW or self._seen >> age & 1):
+        if age >= 0 and (age >= WINDOW or self._seen[counter % WINDOW]):
             self.rejected["replayed"] += 1
             return None
         try:
@@ -69,8 +69,8 @@ class Opener:
             self.rejected["forged"] += 1
             return None
         if age < 0:
-            self._seen = (self._seen << -age | 1) & ((1 << WINDOW) - 1) if -age < WINDOW else 1
+            for skipped in range(max(self._newest + 1, counter - WINDOW + 1), counter):
+                self._seen[skipped % WINDOW] = 0
             self._newest = counter
-        else:
-            self._seen |= 1 << age
+        self._seen[counter % WINDOW] = 1
         return plain
