@@ -43,6 +43,7 @@ class RunResult:
     failure: str | None
     wall: float
     hosts: tuple[HostResult, ...]
+    failed: int | None = None  # the host that failed first
 
 
 @dataclass
@@ -130,7 +131,12 @@ class Launch:
             wall = max(job.ended for job in jobs) - min(job.began for job in jobs)
             hosts.append(HostResult(host, code, wall, sum(job.cpu for job in jobs), traffic[host], tuple(lines)))
         wall = max(job.ended for job in self._jobs) - self._began
-        return RunResult(*self._verdict(), wall, tuple(hosts))
+        return RunResult(*self._verdict(), wall, tuple(hosts), self.failed)
+
+    @property
+    def failed(self) -> int | None:
+        """The host that failed first."""
+        return self._failed.host if self._failed is not None else None
 
     def failure(self) -> str | None:
         """One sentence about the first failure, once all have ended, or None."""

@@ -6,7 +6,8 @@ Both ways the same environment, the same lines back, and nothing left behind.
 import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 
 from thinwire.errors import ThinwireError
 from thinwire.lab import Lab
@@ -43,21 +44,22 @@ def launch(
         require_lab_for(rate)
         with Lab(workers, rate=rate, loss=loss) as lab:
             result = lab.run(argv, output=read)
-        failure, last = result.failure, _last_words(list(result.hosts[0].lines))
+        spoke = list(result.hosts[result.failed].lines) if result.failed is not None else []
+        failure, last = result.failure, _last_words(spoke)
     else:
         failure, last = _local(argv, workers, read)
     if failure is not None:
-        raise WorkFailed(told[0] if told else f"{failure}: {last}")
+        raise WorkFailed(told[0] if told else f"{failure}{last}")
 
 
 def _local(argv: list[str], workers: int, read: Callable[[int, str], None]) -> tuple[str | None, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    lines: list[str] = []
+    lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=200))
 
     def keep(host: int, line: str) -> None:
-        lines.append(line)
+        lines[host].append(line)
         read(host, line)
 
     run = Launch(timeout=None, output=keep, grace=5.0)
@@ -79,9 +81,11 @@ def _local(argv: list[str], workers: int, read: Callable[[int, str], None]) -> t
     finally:
         run.stop()
     failure = run.failure()
-    return (failure.replace("host h", "worker ") if failure else None), _last_words(lines)
+    spoke = lines[run.failed] if run.failed is not None else ()
+    return (failure.replace("host h", "worker ") if failure else None), _last_words(spoke)
 
 
-def _last_words(lines: list[str]) -> str:
-    """The last line that is not an event: what a dying worker said."""
-    return next((line for line in reversed(lines) if line.strip() and not line.startswith("EVENT ")), "it said nothing")
+def _last_words(lines: Sequence[str]) -> str:
+    """The last line that is not an event, as the end of a sentence: what the worker that failed said, if anything."""
+    last = next((line for line in reversed(lines) if line.strip() and not line.startswith("EVENT ")), None)
+    return f": {last}" if last else ""
