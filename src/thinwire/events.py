@@ -133,8 +133,11 @@ class EventLog:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file; mirrors that hold something back write it now."""
         self._file.close()
+        for mirror in self._mirrors:
+            if callable(close := getattr(mirror, "close", None)):
+                close()
 
 
 def to_line(event: Event) -> str:

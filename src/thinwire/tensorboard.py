@@ -3,14 +3,20 @@
 TensorBoard is an extra; without it one sentence says how to get it.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from thinwire.errors import LogError
 from thinwire.events import PHASES, Diagnosis, Eval, Event, Step
 
 
+def mirrors(folder: Path | None) -> list[Callable[[Event], None]]:
+    """What a log is given to mirror itself to a folder; nothing if there is none."""
+    return [TensorBoardMirror(folder)] if folder is not None else []
+
+
 class TensorBoardMirror:
-    """Give it to an EventLog in `mirrors` and close it at the end."""
+    """Give it to an EventLog in `mirrors`, which closes it at the end."""
 
     def __init__(self, folder: Path) -> None:
         try:

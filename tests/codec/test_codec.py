@@ -54,3 +54,13 @@ def test_non_finite_input_is_reported_and_leaves_the_memory_alone(memory: Memory
     for name, slots in before["memory"].items():
         for slot, tensor in slots.items():
             assert torch.equal(tensor, after["memory"][name][slot])
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_tensors_that_travel_whole_keep_their_momentum(kernels: Kernels) -> None:
+    """Masking is for entries that travel late; a bias that travels at every step has plain momentum."""
+    codec = tw.Codec(tw.TopK(0.01), tw.Float32(), tw.MomentumResidual(0.9), kernels=kernels)
+    gradients = {"bias": torch.ones(4), "weight": torch.ones(4000)}
+    sent = [tw.Codec.decode(codec.encode(gradients), gradients)["bias"] for _ in range(3)]
+    for found, expected in zip(sent, (1.0, 1.9, 2.71), strict=True):
+        assert torch.allclose(found, torch.full((4,), expected))

@@ -229,3 +229,10 @@ def test_impossible_settings_are_refused(make: object) -> None:
     assert callable(make)
     with pytest.raises(ValueError):
         make()
+
+
+def test_a_group_with_a_tensor_smaller_than_the_stride_of_its_sample() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = {"a": torch.randn(4_000_000, generator=generator), "b": torch.randn(1100, generator=generator)}
+    frame = tw.Codec(0.5, scope="global", kernels="torch").encode(gradients)
+    assert 0.45 < sum(frame.counts) / 4_001_100 < 0.55

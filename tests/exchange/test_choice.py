@@ -3,6 +3,7 @@
 import torch
 
 import thinwire as tw
+from thinwire.codec.parts import encode_leftover
 from thinwire.exchange.base import AgreedSizes
 from thinwire.exchange.choose import choose_exchange
 from thinwire.exchange.scatter_reduce import share_out
@@ -70,3 +71,22 @@ def test_agreed_sizes_follow_and_do_not_collapse() -> None:
     assert agreed.sizes["bucket"] == [12_385]  # a full one enlarges it
     agreed.get("regrouped", 1, lambda: [5])
     assert agreed.state_dict() == {"regrouped": [5]}
+
+
+def test_selections_without_a_density_are_not_taken_for_dense() -> None:
+    for world in (2, 8):
+        some, _ = choose_exchange(tw.Codec(tw.StdDev(3.0), tw.Float32()), LARGE, world)
+        unknown, why = choose_exchange(tw.Codec(tw.Threshold(1e-3), tw.Float32()), LARGE, world)
+        assert not isinstance(some, tw.Dense) and isinstance(unknown, tw.Gather)
+        assert "not known beforehand" in why
+
+
+def test_what_was_rounded_at_random_is_not_selected_from_again() -> None:
+    rule = tw.Adaptive(tw.Payload(), rule="stochastic")
+    codec = tw.Codec(rule, tw.Bits(8), tw.Drop())
+    second = tw.Codec(rule.again(2.0), tw.Bits(8), tw.Drop())
+    sums = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    held = sums.clone()
+    frame = encode_leftover(second, {0: held}, ["a"], step=0, budget=1 << 20)
+    sent = codec.decode(frame, {"a": sums})["a"]
+    assert int((sent != 0).sum()) > 4900 and torch.allclose(sent + held, sums, atol=1e-6)

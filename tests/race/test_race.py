@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cluster import printed
+from tests.cluster import Cluster, printed
 from thinwire import cli
 from thinwire.events import read_log
 from thinwire.lab.testing import require_lab
+from thinwire.race.race import Field, Result, Standing
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
 QUICK = ["--max-steps", "12", "--evaluate-every", "6", "--batch", "4"]
@@ -83,12 +86,44 @@ def test_methods_see_the_same_data_and_a_resumed_training_is_the_same(tmp_path: 
     printed(as_rank, 2, tmp_path, [*base, "--max-steps", "8", "--events", "whole.jsonl"])
     printed(as_rank, 2, tmp_path, [*part, "--max-steps", "4"])
     run(*part, "--max-steps", "8", "--resume", cwd=tmp_path)
+    for more, hint in ((["--max-steps", "9"], "--resume"), (["--resume", "--lr", "0.001"], "trained with lr")):
+        done = subprocess.run([THINWIRE, *part, *more], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and hint in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000008"]
     whole, parts = read_log(tmp_path / "whole.jsonl"), read_log(tmp_path / "part.jsonl")
     assert [s.loss for s in whole.steps] == [s.loss for s in parts.steps]
     assert len(whole.steps) == 8
     assert whole.evals[-1].value == parts.evals[-1].value
     assert [d.step for d in whole.diagnoses] == [d.step for d in parts.diagnoses] == [3, 6]
     assert [d.delta for d in whole.diagnoses] == [d.delta for d in parts.diagnoses]
+
+
+def separate(rank: int, folder: Path) -> str:
+    """Each rank has a folder of its own, as machines without a shared one have; only rank 0's holds a checkpoint."""
+    from thinwire.race.checkpoints import Checkpoint, CheckpointError
+
+    model = torch.nn.Linear(2, 2)
+    place = Checkpoint(folder / str(rank), model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    if rank == 0:
+        (folder / "0" / "step-00000004").mkdir()
+        (folder / "0" / "step-00000004" / "model.pt").write_bytes(b"")
+    try:
+        place.load()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_find_different_checkpoints_do_not_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    for told in cluster.run(separate, 2, tmp_path):
+        assert "rank 0 finds step 4" in told and "rank 1 step 0" in told and "all machines share" in told
+
+
+def test_the_verdict_names_a_line_that_works() -> None:
+    standing = Standing("dense", 100.0, 0.0, 0.0, 1e6, None, None, None, None, None)
+    sparse = replace(standing, name="topk1+gather", step_ms=10.0)
+    result = Result(Field(2, "100mbit", ""), "digits", "accuracy", None, 9.0, [standing, sparse], [])
+    assert result.verdict().endswith("use thinwire.attach(model, 'topk1', exchange='gather').")
 
 
 def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
@@ -105,6 +140,7 @@ def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
     [
         (["race", "nonsense"], "nonsense"),
         (["race", "--methods", "dense,magic"], "magic"),
+        (["race", "--methods", "dense,topk1+magic"], "no exchange is called 'magic'"),
         (["race", "--rate", "fast"], "fast"),
         (["race", "--target", "7"], "target"),
         (["race", "--hosts", "1"], "hosts"),
@@ -114,6 +150,9 @@ def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
         (["race", "--transport", "udp", "--on-loss", "hope"], "restore"),
         (["race", "--loss", "5%"], "go with --transport"),
         (["race", "--transport", "udp", "--rate", "none"], "lost in the lab"),
+        (["race", "--methods", "infinite"], "no method besides the infinite network"),
+        (["race", "--transport", "udp", "--methods", "topk1", "--seeds", "2"], "--methods, --seeds do not go with"),
+        (["train", "digits", "--mode", "async", "--pull", "topk1"], "--mode, --pull go with --server"),
         (["train", "digits", "--resume"], "--checkpoint"),
         (["train", "digits", "--compress", "fp16", "--diagnose", "5"], "--diagnose looks at a link"),
         (["train", "cifar10", "--data", "nowhere"], "nowhere"),

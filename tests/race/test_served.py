@@ -38,6 +38,21 @@ def test_local_processes(tmp_path: Path) -> None:
     check(log, "bsp")
 
 
+def test_a_served_training_goes_on_only_if_it_is_asked_to(tmp_path: Path) -> None:
+    log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
+    words = ["train", "digits", "--server", "--workers", "2", "--events", str(log), "--checkpoint", str(saved)]
+    words += ["--batch", "4", "--evaluate-every", "3"]
+    done = thinwire(*words, "--max-steps", "6")
+    assert done.returncode == 0, done.stderr
+    done = thinwire(*words, "--max-steps", "9")
+    assert done.returncode == 2 and "--resume" in done.stderr
+    done = thinwire(*words, "--max-steps", "9", "--resume")
+    assert done.returncode == 0, done.stderr
+    found = read_log(log)
+    assert {s.step for s in found.steps} == set(range(1, 10))
+    assert [e.step for e in found.evals if e.split == "test"] == [3, 6, 9]
+
+
 def test_emulated_hosts_with_bounded_staleness(tmp_path: Path) -> None:
     require_lab()
     log = tmp_path / "log.jsonl"

@@ -159,10 +159,9 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     mirror = TensorBoardMirror(tmp_path / "board")
-    with EventLog(tmp_path / "run.jsonl", RUN, mirrors=[mirror]) as log:
+    with EventLog(tmp_path / "run.jsonl", RUN, mirrors=[mirror]) as log:  # which writes what the mirror holds back
         log.write(step(1))
         log.write(evaluation(1, 0.25))
-    mirror.close()
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     assert board.Scalars("loss")[0].value == 1.5

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from tests.report.training import Training
 from thinwire.cli import run
 from thinwire.errors import LogError
 from thinwire.events import Diagnosis, Eval, Run, RunLog, Step
+from thinwire.report.figures import figures
 from thinwire.report.page import megabytes, write_report
-from thinwire.report.summary import headline, show_metric, summarise
+from thinwire.report.summary import headline, show_metric, summarise, told_apart
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +68,22 @@ def test_the_summary_is_computed_as_documented() -> None:
     assert sparse.seconds_to_target == pytest.approx(0.1)
     assert sparse.speedup == pytest.approx(16)
     assert (sparse.train, sparse.test) == (0.95, 0.95)
+
+
+def test_runs_on_different_networks_are_told_apart() -> None:
+    slow, quick = (made_up("topk1", hit=4, ms=ms, sent=40) for ms in (100, 10))
+    slow.run, quick.run = replace(slow.run, rate="100mbit"), replace(quick.run, rate="none")
+    found = {summary.method: summary.step_ms for summary in summarise(told_apart([slow, quick]))}
+    assert found == {"topk1, 100mbit": pytest.approx(200), "topk1, no limit": pytest.approx(20)}
+    assert [log.run.method for log in told_apart([slow, slow])] == ["topk1", "topk1"]
+
+
+def test_a_metric_that_is_not_a_number_leaves_a_gap(tmp_path: Path) -> None:
+    log = made_up("topk1", hit=4, ms=10, sent=40)
+    log.evals[3] = replace(log.evals[3], value=float("nan"))
+    write_report([log], tmp_path / "page.html")
+    values = [value for curve in figures([log])["curves"] for value in curve["value"]]
+    assert values.count(None) == 1
 
 
 def test_what_was_not_reached_is_not_claimed() -> None:

@@ -180,6 +180,31 @@ def test_one_rank_has_nothing_to_choose(cluster: Cluster) -> None:
     assert seen == [4, '"auto" chooses the exchange itself: leave exchange out, or name a codec']
 
 
+def narrow(rank: int) -> tuple[int, int, set[str], float]:
+    """A model whose gradients are 16 bits wide, on a fast network: dense."""
+    ddp = DDP(jobs.Net().to(torch.bfloat16))
+    link = tw.attach(ddp, "auto")
+    pilot = piloted(ddp)
+    vars(pilot)["probe"] = lambda channel, elements: Network.ideal(2, 1e11, 5e-5)
+    for _ in range(12):
+        ddp.zero_grad()
+        ddp(jobs.batch(rank, 0)[0].bfloat16())  # DDP wants a forward pass
+        # float16 would make zeros of these gradients.
+        torch.stack([p.float().square().sum() * 1e-30 for p in ddp.parameters()]).sum().backward()
+    sent, width = link.stats()["last_step"]["bytes_sent"], pilot.width
+    link.detach()
+    largest = max(float(p.grad.abs().max()) for p in ddp.parameters() if p.grad is not None)
+    return sent, width, {setting.name for setting in pilot._policy.settings}, largest
+
+
+def test_gradients_that_are_narrow_already_are_not_narrowed(cluster: Cluster) -> None:
+    first, second = cluster.run(narrow, 2)
+    assert first == second
+    sent, width, names, largest = first
+    assert width == 2 and "dense" in names and "fp16" not in names
+    assert sent == 2 * sum(p.numel() for p in jobs.Net().parameters()) and largest > 0.0
+
+
 def really(rank: int) -> tuple[list[int], str, int]:
     """No weather: the probe measures loopback."""
     model = jobs.make()

@@ -5,6 +5,7 @@ The whole way out is `encode`: check, accumulate, choose, write.
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -135,6 +136,10 @@ class Codec(Keeper):
             shared = Chosen(label, cut)
             for i, vector in zip(members, group.vectors, strict=True):
                 vectors[i], chosen[i] = vector, shared
+        for i, choice in enumerate(chosen):
+            if choice.whole and vectors[i].mask is not None:
+                # Momentum is masked where an entry travels late. What travels whole is never late: plain momentum.
+                vectors[i] = replace(vectors[i], mask=None)
         return Batch(names, vectors, chosen, sections, step)
 
     def place(self, batch: Batch, i: int, reserve: int) -> Place:

@@ -43,6 +43,7 @@ class Selection(ABC):
     """Turns a group of vectors into a cut. Frozen; what it must remember lives in the `state` that it is given."""
 
     shares_threshold: ClassVar[bool] = True  # whether one cut can serve several tensors (scope="global")
+    foreseen: ClassVar[bool] = True  # whether `expected` knows more than that no more than all can pass
 
     @abstractmethod
     def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut | Strata:
@@ -63,6 +64,10 @@ class Selection(ABC):
     def scaled(self, factor: float) -> "Selection":
         """The same rule for `factor` times the entries, where it has a density."""
         return self
+
+    def again(self, factor: float) -> "Selection":
+        """What selects from the sums of all that it selected: the same rule, unless that would spoil a mean."""
+        return self.scaled(factor)
 
 
 def count_of(density: float, n: int) -> int:
@@ -164,6 +169,7 @@ class Percentile(Selection):
 class Threshold(Selection):
     """Magnitudes above a fixed value travel."""
 
+    foreseen: ClassVar[bool] = False
     value: float
 
     def __post_init__(self) -> None:
@@ -189,6 +195,9 @@ class StdDev(Selection):
         if self.exact:
             group.settle()
         return Cut(self.deviations * group.moments(group.n if self.exact else _SAMPLE, step).deviation)
+
+    def expected(self, n: int, step: int) -> int:
+        return min(n, math.ceil(n / self.deviations**2))  # of values around zero at the most (Chebyshev)
 
 
 @dataclass(frozen=True)
@@ -238,6 +247,9 @@ class RandomK(Selection):
 
     def __post_init__(self) -> None:
         check_density(self.density)
+
+    def again(self, factor: float) -> Selection:
+        return Threshold(0.0)  # positions are the same on all ranks: selecting again would thin out what has no fill-in
 
     def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Strata:
         seed = _native.mix(_native.mix(_native.mix(self.seed & SEEDS) ^ step) ^ key)

@@ -229,9 +229,10 @@ class TorchGroup(Group):
 def _one_of_each(vector: Vector, stride: int, seed: int) -> Tensor:
     """One element at a random place of each `stride`: a fixed place would follow the columns of a matrix."""
     device = vector.gradient.device
-    starts = torch.arange(0, vector.n - stride + 1, stride, device=device)
+    starts = torch.arange(0, max(vector.n - stride, 0) + 1, stride, device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    places = starts + torch.randint(stride, starts.shape, generator=generator, device=device)
+    # One tensor of a group may have fewer elements than a stride of all: then any of them.
+    places = starts + torch.randint(min(stride, vector.n), starts.shape, generator=generator, device=device)
     memory = vector.memory[places] if vector.memory is not None else None
     return replace(vector, gradient=vector.gradient.reshape(-1)[places], memory=memory).accumulated()
 

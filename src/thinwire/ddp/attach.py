@@ -79,7 +79,8 @@ def attach(
         on_detach=plan.dispatcher.release,
         on_step=agreement.end_step if agreement is not None else None,
     )
-    pilot = Pilot(link, channel, plan.sizes, groups) if codec == "auto" else None
+    width = max((p.element_size() for p in parameters.values()), default=4)
+    pilot = Pilot(link, channel, plan.sizes, groups, width=width) if codec == "auto" else None
     plan.dispatcher.take(link, pilot, on_last_bucket)
     if channel.rank == 0:
         _log.info("%r attached; %s", link, plan.why)

@@ -57,7 +57,8 @@ class Dispatcher:
         return pilot.width > 0
 
     def _straight(self, pilot: Pilot, buffer: Tensor, last: bool) -> torch.futures.Future[torch.Tensor]:
-        future = self._all_reduce(buffer) if pilot.width == 4 else self._all_reduce_half(buffer)
+        narrower = pilot.width < buffer.element_size()
+        future = self._all_reduce_half(buffer) if narrower else self._all_reduce(buffer)
         return future.then(self._ended) if last else future
 
     def _ended(self, future: torch.futures.Future[Any]) -> Tensor:

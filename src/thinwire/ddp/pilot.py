@@ -61,13 +61,20 @@ class Pilot:
     probe = staticmethod(probe_network)  # tests bring a weather of their own
 
     def __init__(
-        self, link: Link, channel: Channel, sizes: Mapping[str, int], groups: Groups, policy: Policy | None = None
+        self,
+        link: Link,
+        channel: Channel,
+        sizes: Mapping[str, int],
+        groups: Groups,
+        policy: Policy | None = None,
+        width: int = 4,
     ) -> None:
         self.setting = FIRST
+        self._dense = replace(DENSE, width=width)  # bytes an element of the gradients
         self.width = 0  # bytes an element in an all-reduce of its own; 0: buckets go to the link
         self.decisions: list[Decision] = []
         self._link, self._channel, self._sizes, self._groups = link, channel, sizes, groups
-        self._policy = policy if policy is not None else Policy()
+        self._policy = policy if policy is not None else _policy_for(self._dense)
         self._watch = Watch()
         self._count, self._looks = 0, 0
         self._machines: Machines | None = None
@@ -137,8 +144,8 @@ class Pilot:
         """Where dense is quick nothing else is tried first: entries that wait would cost steps."""
         self._machines = Machines.found(self._channel, self._groups)
         self._first = self._probed()
-        if self._first.reduce(4.0 * sum(self._sizes.values())) < QUICK:
-            self._change(DENSE)
+        if self._first.reduce(float(self._dense.width) * sum(self._sizes.values())) < QUICK:
+            self._change(self._dense)
 
     def _close(self, now: float) -> None:
         """Note the step before."""
@@ -229,10 +236,16 @@ class Pilot:
         """After a change to dense what was held back travels by the link first; then buckets may go straight."""
         straight = not self.setting.compressed or self._channel.world == 1
         if straight and not self.width and self._agreed_empty():
-            self.width = self.setting.width or 4
+            self.width = self.setting.width or self._dense.width
 
     def _agreed_empty(self) -> bool:
         """Whether no rank holds anything back."""
         held = [t for name in self._sizes for t in self._link.codec.held(name).values()]
         mine = float(any(bool(t.any()) for t in held))
         return not any(row[0] for row in share(self._channel, [mine]))
+
+
+def _policy_for(dense: Setting) -> Policy:
+    """What there is to choose from: gradients that are 16 bits wide already gain nothing from fp16."""
+    others = (setting for setting in Policy().settings if setting.width == 0 or setting.width < dense.width)
+    return replace(Policy(), settings=(dense, *others))

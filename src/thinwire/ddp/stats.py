@@ -40,7 +40,7 @@ class Stats:
     last: Counters = field(default_factory=Counters)
     per_parameter: dict[str, int] = field(default_factory=dict)
     _now: Counters = field(default_factory=Counters)
-    _seen: tuple[int, int, float, float] = (0, 0, 0.0, 0.0)
+    _seen: dict[Channel, tuple[int, int, float, float]] = field(default_factory=dict)
 
     def note(self, outcome: Outcome, gradients: Mapping[str, Tensor], hold: frozenset[str]) -> None:
         """One bucket."""
@@ -64,18 +64,14 @@ class Stats:
 
     def end_step(self, channels: Sequence[Channel]) -> None:
         """The step's buckets are all counted."""
-        seen = (
-            sum(c.sent for c in channels),
-            sum(c.received for c in channels),
-            sum(c.seconds for c in channels),
-            sum(c.cpu for c in channels),
-        )
         now = self._now
-        now.bytes_sent += seen[0] - self._seen[0]
-        now.bytes_received += seen[1] - self._seen[1]
-        now.exchange = seen[2] - self._seen[2]
-        now.cpu -= seen[3] - self._seen[3]
-        self._seen = seen
+        for channel in channels:  # another exchange may have others than the last one had
+            sent, received, seconds, cpu = self._seen.get(channel, (0, 0, 0.0, 0.0))
+            now.bytes_sent += channel.sent - sent
+            now.bytes_received += channel.received - received
+            now.exchange += channel.seconds - seconds
+            now.cpu -= channel.cpu - cpu
+            self._seen[channel] = channel.sent, channel.received, channel.seconds, channel.cpu
         for name, value in vars(now).items():
             setattr(self.total, name, getattr(self.total, name) + value)
         self.last, self._now = now, Counters()

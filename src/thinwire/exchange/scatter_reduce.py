@@ -18,7 +18,6 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader, sum_frames
 from thinwire.codec.memory import Drop
 from thinwire.codec.parts import Deal, Part, encode_leftover, encode_parts
-from thinwire.codec.selection import RandomK, Threshold
 from thinwire.codec.writing import empty_frame
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
 from thinwire.exchange.channel import Channel
@@ -72,9 +71,7 @@ class ScatterReduce(Exchange):
         # A rank sends (world - 1) / world of its entries to others: the results fill that up to twice the entries,
         # so that few ranks keep more of the sum, and the volume is the same for any number of them.
         world = channel.world
-        selection = codec.selection.scaled(2.0 * world / (world - 1) - 1.0) if world > 1 else codec.selection
-        # Random positions are the same on all ranks: selecting again would thin out what has no fill-in.
-        selection = Threshold(0.0) if isinstance(codec.selection, RandomK) else selection
+        selection = codec.selection.again(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
         self._second = Codec(
             selection, codec.values, Drop(), scope=codec.scope, min_numel=codec.min_numel, kernels=codec.kernels
         )

@@ -63,19 +63,42 @@ class Checkpoint:
 
     def _forget(self, newest: Path) -> None:
         for old in self.folder.glob("step-*"):
-            if old != newest:
+            if old.name < newest.name:
                 for file in old.iterdir():
                     file.unlink()
                 old.rmdir()
 
+    def _agree(self, step: int) -> None:
+        """Ranks that went on from different checkpoints would train different models without knowing."""
+        steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world)]
+        dist.all_gather(steps, torch.tensor([step]))
+        for rank, other in enumerate(map(int, steps)):
+            if other != int(steps[0]):
+                raise CheckpointError(
+                    f"rank 0 finds step {int(steps[0])} in {self.folder}, rank {rank} step {other}: "
+                    "checkpoints need a folder that all machines share"
+                )
+
+    def _check_rates(self, saved: dict[str, Any]) -> None:
+        """The saved optimizer's settings would silently win over those of the command line."""
+        for now, before in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
+            for name in ("lr", "momentum"):
+                if name in now and name in before and now[name] != before[name]:
+                    raise CheckpointError(
+                        f"the checkpoint in {self.folder} was trained with {name} {before[name]:g}, not {now[name]:g}: "
+                        "go on with the same, or start anew in another folder"
+                    )
+
     def load(self) -> tuple[int, float]:
         """Take over the newest complete checkpoint; returns its step and the seconds trained. (0, 0) if none."""
         found = sorted(p.parent for p in self.folder.glob("step-*/model.pt"))
+        self._agree(int(found[-1].name.removeprefix("step-")) if found else 0)
         if not found:
             return 0, 0.0
         try:
             state = torch.load(found[-1] / "model.pt", weights_only=True)
             self._model.load_state_dict(state["model"])
+            self._check_rates(state["optimizer"])
             self._optimizer.load_state_dict(state["optimizer"])
             if self._link is not None:
                 links = [torch.load(found[-1] / f"link-{rank}.pt", weights_only=True) for rank in range(state["world"])]

@@ -17,6 +17,7 @@ from thinwire.codec.memory import MomentumResidual
 from thinwire.codec.presets import PRESETS
 from thinwire.ddp.attach import attach
 from thinwire.ddp.link import Link
+from thinwire.exchange.choose import NAMES
 from thinwire.tune.presets import TUNED, any_codec_for
 
 BASELINES = {
@@ -31,7 +32,9 @@ def check_method(name: str) -> None:
     """ValueError if there is no method of this name."""
     if name in BASELINES or name in PRESETS or name in TUNED or name == "auto":
         return
-    base = name.split("+")[0]
+    base, plus, exchange = name.partition("+")
+    if plus and exchange not in NAMES:
+        raise ValueError(f"no exchange is called {exchange!r} in {name!r}; there are {', '.join(NAMES)}")
     try:
         any_codec_for(base)
     except ValueError:

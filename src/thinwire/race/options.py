@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +41,13 @@ Mtu = Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; de
 # What is left of it
 JsonFile = Annotated[Path | None, typer.Option("--json", callback=writable, help="Write the figures to a file.")]
 Page = Annotated[Path | None, typer.Option(callback=writable, help="Write a page with plots.")]
+
+
+def none_of(given: Mapping[str, object], why: str) -> None:
+    """ValueError if any of these options was given: it would be accepted and do nothing."""
+    stray = [name for name, value in given.items() if value]
+    if stray:
+        raise ValueError(f"{', '.join(stray)} {why}")
 
 
 def invocation() -> str:

@@ -89,7 +89,9 @@ class Result:
             what = f"makes a step {gain:.1f}x faster than dense (no time to a target was measured)"
         if gain is not None and gain < 1.1:
             return f"Not worth it {where}: the best compressed method, {best.name}, gains {gain:.2f}x; stay with dense."
-        return f"Worth it {where}: {best.name} {what}; use thinwire.attach(model, {best.name!r})."
+        codec, _, exchange = best.name.partition("+")
+        setting = f"{codec!r}, exchange={exchange!r}" if exchange else f"{codec!r}"
+        return f"Worth it {where}: {best.name} {what}; use thinwire.attach(model, {setting})."
 
 
 def describe_run(recipe: Recipe, work: Work, place: Field, method: str, seed: int) -> Run:

@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.race import options
 from thinwire.race.options import (
     Batch,
     Data,
@@ -69,9 +70,14 @@ def race_command(
     names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip() != "infinite"))
     for name in names:
         check_method(name)
+    if not names:
+        raise ValueError("--methods names no method besides the infinite network, which every race measures")
     raced = [] if transport is None else ways(transport, loss, on_loss)
     if transport is None and (loss != "0%" or on_loss != "restore"):
         raise ValueError("--loss and --on-loss go with --transport: methods of attach lose nothing")
+    if raced:
+        given = {"--methods": methods != METHODS, "--seeds": seeds != 1, "--diagnose": diagnose}
+        options.none_of(given, "do not go with --transport, which races one codec (--compress)")
     if raced and rate == "none":
         raise ValueError("--transport needs a --rate: packets are lost in the lab")
     made = get_recipe(recipe)
@@ -108,28 +114,30 @@ def _race_methods(
     totals = [min(work.infinite_steps, steps) if name == "infinite" else steps for name, _ in work.runs]
     with _folder(logs) as folder, LiveRuns(labels, totals, made.metric) as live:
         result = run_race(made, work, place, folder, live.watch)
+    _tell(result, _table(result), json_file)
     if report is not None:
         from thinwire.report.page import write_report
 
         write_report(result.logs, report, verdict=result.verdict())
-    _tell(result, _table(result), json_file, report)
+        _point_to(report)
 
 
 def _race_transports(race: "LossRace", logs: Path | None, json_file: Path | None, report: Path | None) -> None:
     with _folder(logs) as folder:
         result, place = race.run(folder), race.place
     rows = result.rows()
-    if report is not None:
-        from thinwire.report.page import write_report
-
-        title = f"{result.recipe}: {place.hosts} workers and a server at {place.rate}, through loss"
-        write_report(result.logs, report, title=title, verdict=result.verdict(), table=rows)
     table = Table(title=f"{result.recipe}: {place.hosts} workers at {place.rate}", box=SIMPLE, pad_edge=False)
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "Run" else "right")
     for row in rows:
         table.add_row(*row.values())
-    _tell(result, table, json_file, report)
+    _tell(result, table, json_file)
+    if report is not None:
+        from thinwire.report.page import write_report
+
+        title = f"{result.recipe}: {place.hosts} workers and a server at {place.rate}, through loss"
+        write_report(result.logs, report, title=title, verdict=result.verdict(), table=rows)
+        _point_to(report)
 
 
 @contextmanager
@@ -143,14 +151,16 @@ def _folder(logs: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell(result: "Result | LossResult", table: Table, json_file: Path | None, report: Path | None) -> None:
-    """The figures for machines, then for people."""
+def _tell(result: "Result | LossResult", table: Table, json_file: Path | None) -> None:
+    """The figures for machines, then for people; before a page is made of them, which may fail."""
     write_json(json_file, result.to_json())
     console = Console()
     console.print(table)
     console.print(result.verdict(), highlight=False)
-    if report is not None:
-        console.print(f"The page is {report}.", highlight=False)
+
+
+def _point_to(report: Path) -> None:
+    Console().print(f"The page is {report}.", highlight=False)
 
 
 def _table(result: "Result") -> Table:

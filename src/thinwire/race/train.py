@@ -1,20 +1,20 @@
 """Train: one run with its event log, started from here or as a worker of torchrun."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from thinwire.events import Event, EventLog
+from thinwire.events import EventLog
 from thinwire.race.launch import launch
 from thinwire.race.live import LiveRuns
 from thinwire.race.race import Field, describe_run
 from thinwire.race.worker import Work, parse, run_all
 from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import last_value, reached
+from thinwire.tensorboard import mirrors
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,8 @@ class Training:
     def open_log(self) -> EventLog:
         """The log, continued where a checkpoint says so."""
         method, seed = self.work.runs[0]
-        mirrors: list[Callable[[Event], None]] = []
-        if self.tensorboard is not None:
-            from thinwire.tensorboard import TensorBoardMirror
-
-            mirrors.append(TensorBoardMirror(self.tensorboard))
         run = describe_run(self.recipe, self.work, self.place, method, seed)
-        return EventLog(self.log, run, resume_at=self._resumed(), mirrors=mirrors)
+        return EventLog(self.log, run, resume_at=self._resumed(), mirrors=mirrors(self.tensorboard))
 
     def _resumed(self) -> int | None:
         plan = self.work.plan

@@ -57,6 +57,10 @@ def train_command(
 
     words = check_terms(compress, pull, mode, reduce, policy, transport, on_loss, mtu) if server else {}
     _check(compress, server, transport, diagnose, lossy=loss is not None, shaped=rate is not None)
+    if not server:
+        given: dict[str, object] = {"--mode": mode != "bsp", "--bound": bound != 3, "--reduce": reduce != "mean"}
+        given |= {"--policy": policy != "forward", "--on-loss": on_loss != "restore", "--pull": pull, "--mtu": mtu}
+        options.none_of(given, "go with --server")
     _check_folder(checkpoint, resume)
     made = get_recipe(recipe)
     workers = workers if server else _world(workers)
@@ -77,9 +81,9 @@ def train_command(
     place = Field(workers, rate_or_none(rate), options.invocation())
     path = options.log_path(events, f"{made.name}-{compress}")
     if server:
-        agreed = Served(recipe, data, Terms(plan, seed, workers, bound=bound, **words))
-        served = ServedTraining(made, agreed, place, path, loss)
-        _tell(served.run_under_mpi() if transport == "mpi" else served.run(), path)
+        agreed = Served(recipe, data, Terms(plan, seed, workers, bound=bound, save_every=plan.evaluate_every, **words))
+        training = ServedTraining(made, agreed, place, path, loss, tensorboard=tensorboard)
+        _tell(training.run_under_mpi() if transport == "mpi" else training.run(), path)
     else:
         work = Work(recipe, data, ((compress, seed),), plan)
         _tell(_run(Training(made, work, place, path, tensorboard)), path)
@@ -101,6 +105,8 @@ def _check(compress: str, server: bool, transport: str, diagnose: int, *, lossy:
         check_method(compress)
     if transport not in ("tcp", "udp", "mpi") or (transport != "tcp" and not server):
         raise ValueError("--transport is tcp, udp or mpi, and the last two go with --server")
+    if shaped and ("RANK" in os.environ or transport == "mpi"):
+        raise ValueError("--rate shapes the links of emulated hosts: leave it out under torchrun and mpirun")
     if lossy and (not server or not shaped or transport == "mpi"):
         raise ValueError("--loss goes with --server and --rate: packets are lost in the lab")
     if diagnose and (server or compress in BASELINES):
@@ -117,6 +123,8 @@ def _check_folder(checkpoint: Path | None, resume: bool) -> None:
 
     if checkpoint is not None:
         open_folder(checkpoint)
+        if not resume and any((*checkpoint.glob("step-*/model.pt"), *checkpoint.glob("server.pt"))):
+            raise ValueError(f"{checkpoint} holds a checkpoint: go on from it by --resume, or choose another folder")
     elif resume:
         raise ValueError("--resume needs --checkpoint, the folder to go on from")
 

@@ -19,6 +19,8 @@ from thinwire.race.served_process import Served, run_server, run_worker
 from thinwire.race.worker import Work, parse
 from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import last_value, reached
+from thinwire.server.store import stored_step
+from thinwire.tensorboard import mirrors
 
 
 def describe_served(recipe: Recipe, terms: Terms, place: Field, label: str = "", loss: str | None = None) -> Run:
@@ -40,13 +42,20 @@ class ServedTraining:
     log: Path
     loss: str | None = None  # of every link, in the lab
     label: str = ""  # what the log calls the method
+    tensorboard: Path | None = None
+
+    def open_log(self, run: Run) -> EventLog:
+        """The log, continued where a checkpoint says so."""
+        plan = self.served.terms.plan
+        resumed = stored_step(plan.checkpoint) if plan.checkpoint is not None and plan.resume else None
+        return EventLog(self.log, run, resume_at=resumed, mirrors=mirrors(self.tensorboard))
 
     def run(self) -> str:
         """Start all processes, show and log what the master tells; returns a sentence."""
         terms, began = self.served.terms, time.monotonic()
         run = describe_served(self.recipe, terms, self.place, self.label, self.loss)
         argv = [sys.executable, "-m", "thinwire.race.served_process", self.served.to_json()]
-        with EventLog(self.log, run) as log, LiveRuns([run.method], [terms.plan.max_steps], run.metric) as live:
+        with self.open_log(run) as log, LiveRuns([run.method], [terms.plan.max_steps], run.metric) as live:
 
             def read(host: int, line: str) -> None:
                 found = parse(line)
@@ -89,7 +98,7 @@ class ServedTraining:
 
     def _serve_over_mpi(self) -> str:
         began = time.monotonic()
-        with EventLog(self.log, describe_served(self.recipe, self.served.terms, self.place)) as log:
+        with self.open_log(describe_served(self.recipe, self.served.terms, self.place)) as log:
             log.end(run_server(self.served, "mpi://", log.write))
         return self._summary(log, time.monotonic() - began)
 

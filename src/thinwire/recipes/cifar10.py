@@ -73,7 +73,7 @@ def load(data_dir: Path | None) -> Splits:
             unpack(fetch(ARCHIVE, data_dir))
 
     def mapped(name: str) -> Bytes:
-        return map_cifar_batch(find_file(data_dir, name, subfolders=(FOLDER, f"cifar10/{FOLDER}")))
+        return map_cifar_batch(find_file(data_dir, name, subfolders=(FOLDER, f"cifar10/{FOLDER}"), zipped=False))
 
     return Splits(
         train=MappedImages(tuple(mapped(name) for name in TRAIN_FILES)),
@@ -89,5 +89,5 @@ def cifar10() -> Recipe:
         data="CIFAR-10 binary version, 50,000 + 10,000 images, 170 MB",
         model=cuda_convnet,
         load=load,
-        defaults=Defaults(batch=8, lr=0.05, momentum=0.0, epochs=30, target=0.7, density=0.1),
+        defaults=Defaults(batch=8, lr=0.05, momentum=0.0, epochs=30, target=0.7),
     )

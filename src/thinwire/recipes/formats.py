@@ -18,17 +18,16 @@ CIFAR_IMAGES = 10_000  # in each batch file
 CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
-def find_file(data_dir: Path, name: str, *, subfolders: tuple[str, ...] = ()) -> Path:
-    """The path of `name` or `name.gz` in a folder or one of its usual subfolders."""
+def find_file(data_dir: Path, name: str, *, subfolders: tuple[str, ...] = (), zipped: bool = True) -> Path:
+    """The path of `name`, or where that can be read `name.gz`, in a folder or one of its usual subfolders."""
     if not data_dir.is_dir():
         raise RecipeError(f"the data folder {data_dir} does not exist: give the folder that holds {name}.")
     for folder in (data_dir, *(data_dir / sub for sub in subfolders)):
-        for candidate in (folder / name, folder / f"{name}.gz"):
+        for candidate in (folder / name, *([folder / f"{name}.gz"] if zipped else [])):
             if candidate.is_file():
                 return candidate
-    raise RecipeError(
-        f"{name} is missing in {data_dir}: put it there (as it is or as {name}.gz), or leave out --data to download it."
-    )
+    forms = f" (as it is or as {name}.gz)" if zipped else ""
+    raise RecipeError(f"{name} is missing in {data_dir}: put it there{forms}, or leave out --data to download it.")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -71,10 +70,10 @@ def read_idx_images(images: Path, labels: Path, *, classes: int = 10) -> tuple[B
 def map_cifar_batch(path: Path) -> Bytes:
     """The records of one binary batch, mapped and not read, so that many processes share one copy."""
     size = path.stat().st_size
-    if path.suffix == ".gz" or size != CIFAR_IMAGES * CIFAR_RECORD:
+    if size != CIFAR_IMAGES * CIFAR_RECORD:
         raise RecipeError(
             f"{path} has {size:,} bytes, a batch of CIFAR-10's binary version has "
-            f"{CIFAR_IMAGES * CIFAR_RECORD:,}: unpack it, or delete it and get it again."
+            f"{CIFAR_IMAGES * CIFAR_RECORD:,}: delete it and get it again."
         )
     records: Bytes = np.memmap(path, dtype=np.uint8, mode="r", shape=(CIFAR_IMAGES, CIFAR_RECORD))
     if records[:, 0].max() > 9:

@@ -46,7 +46,7 @@ def _curves(log: RunLog, scale: float) -> list[dict[str, Any]]:
                 "split": split,
                 "wall": [round(e.wall, 3) for e in points],
                 "epoch": [round(e.epoch, 4) for e in points],
-                "value": [round(e.value * scale, 3) for e in points],
+                "value": [round(e.value * scale, 3) if math.isfinite(e.value) else None for e in points],
                 "met": points.index(hit) if met and hit is not None else None,
             }
         )
@@ -93,7 +93,7 @@ def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
                 "wait": [
                     round(1e3 * sum(s.exchange for s in settled(log)) / max(len(settled(log)), 1), 3) for log in runs
                 ],
-                "value": [None if value is None else round(scale * value, 3) for value in last],
+                "value": [round(scale * v, 3) if v is not None and math.isfinite(v) else None for v in last],
             }
         )
     return found

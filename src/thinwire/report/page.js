@@ -81,7 +81,7 @@ function figureIn(place, index, caption, note) {
 
 const diagnosed = [
   ["delta", "Contraction δ", "share of the squared norm that travels", { range: [0, 1.05] }],
-  ["cosine", "Cosine", "of the applied and the dense mean", { range: [0, 1.05] }],
+  ["cosine", "Cosine", "of the applied and the dense mean", { range: [-1.05, 1.05] }],
   ["xi", "Alistarh's ξ", "distance to the selection of the mean", { rangemode: "tozero" }],
   ["residual_ratio", "Residual / gradient", "norms", { rangemode: "tozero" }],
   ["age", "Age of what is held back", "steps, on average", { rangemode: "tozero" }],

@@ -7,7 +7,7 @@ from thinwire.errors import LogError
 from thinwire.events import RunLog
 from thinwire.report.figures import figures
 from thinwire.report.markup import Row, fill, replace_file
-from thinwire.report.summary import MethodSummary, headline, show_metric, summarise
+from thinwire.report.summary import MethodSummary, headline, show_metric, summarise, told_apart
 
 
 def write_report(
@@ -25,6 +25,7 @@ def write_report(
     """
     if not logs:
         raise LogError("a report needs at least one event log.")
+    logs = told_apart(logs)
     run = logs[0].run
     summaries = summarise(logs)
     page = fill(

@@ -5,10 +5,10 @@ A race and a report compute them here, so that both say the same.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median
 
-from thinwire.events import PHASES, Eval, RunLog, Step
+from thinwire.events import PHASES, Eval, Run, RunLog, Step
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,23 @@ def by_method(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
     return groups
 
 
+def told_apart(logs: Sequence[RunLog]) -> list[RunLog]:
+    """The logs; where they are of different recipes or networks, a method's name says of which."""
+    words: tuple[Callable[[Run], str], ...] = (
+        lambda run: run.recipe,
+        lambda run: f"{run.workers} workers",
+        lambda run: run.rate if run.rate != "none" else "no limit",
+    )
+    telling = [word for word in words if len({word(log.run) for log in logs}) > 1]
+    return [
+        replace(log, run=replace(log.run, method=", ".join([log.run.method, *(word(log.run) for word in telling)])))
+        for log in logs
+    ]
+
+
 def baseline(methods: Sequence[str]) -> str:
     """The method that the others are compared with: dense, else the first."""
-    return "dense" if "dense" in methods else methods[0]
+    return next((method for method in methods if method.split(",")[0] == "dense"), methods[0])
 
 
 def settled(log: RunLog) -> list[Step]:

@@ -54,6 +54,7 @@ def _run(
     from thinwire.reproduce.study import StudyError
     from thinwire.reproduce.workshop import Workshop
 
+    _keep_freed_memory()
     folder = (work if work is not None else out / "work") / f"{name}-{scale}"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,18 @@ def _run(
         "took": workshop.took(),
     }
     return replace(study, made=made, missing=list(dict.fromkeys([*study.missing, *workshop.skipped])))
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what large tensors leave: fetching zeroed pages for the next ones is a quarter of a step."""
+    import contextlib
+    import ctypes
+
+    trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):  # another system, another library
+        library = ctypes.CDLL(None)
+        library.mallopt(mmap_threshold, 1 << 30)
+        library.mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def _document(out: Path) -> None:

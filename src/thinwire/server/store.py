@@ -91,3 +91,11 @@ class Store:
             raise StoreError(
                 f"the checkpoint {self.path} cannot be used ({reason}): remove it or choose another folder"
             ) from error
+
+
+def stored_step(folder: Path) -> int:
+    """The step of the checkpoint in a folder; 0 if there is none, or none that can be read (`load` says why)."""
+    try:
+        return int(torch.load(folder / "server.pt", weights_only=True)["step"])
+    except Exception:
+        return 0

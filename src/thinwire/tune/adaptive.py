@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from thinwire import _native
-from thinwire.codec.selection import Cut, Selection, count_of
+from thinwire.codec.selection import Cut, Selection, Threshold, count_of
 from thinwire.codec.values import SEEDS
 from thinwire.codec.vectors import Group, Vector
 from thinwire.tune.cost import Array, Cost, Measured
@@ -118,6 +118,10 @@ class Adaptive(Selection):
         if self.agree == "mean":
             return math.exp(sum(map(math.log, wishes)) / len(wishes))
         return min(wishes) if self.agree == "min" else max(wishes)
+
+    def again(self, factor: float) -> Selection:
+        # What was rounded at random is right on average; a second selection without a memory would not be.
+        return Threshold(0.0) if self.rule == "stochastic" else self.scaled(factor)
 
     def rescale(self, factor: float, state: dict[str, float]) -> None:
         """Densities have no unit."""

@@ -44,7 +44,7 @@ class Decision:
 
     def why(self) -> str:
         """One line: what was chosen and why."""
-        dense = next(f for f in self.forecasts if f.setting == DENSE)
+        dense = next(f for f in self.forecasts if f.setting.name == DENSE.name)
         others = sorted((f for f in self.forecasts if f.setting != self.setting), key=lambda f: f.seconds)
         shown = {DENSE: dense, **{f.setting: f for f in others[:2]}}
         rest = ", ".join(f"{s} {1e3 * f.seconds:.0f} ms" for s, f in shown.items() if s != self.setting)
@@ -59,9 +59,9 @@ def decide(work: Workload, network: Network, present: Setting | None = None, pol
     settings = policy.settings + (TIERED if network.tiers is not None else ())
     forecasts = tuple(forecast(setting, work, network) for setting in settings)
     allowed = [f for f in forecasts if f.alpha >= policy.alpha]
-    dense = next(f for f in forecasts if f.setting == DENSE)
+    dense = next(f for f in forecasts if f.setting.name == DENSE.name)
     best = min(allowed, key=policy.cost, default=dense)
-    if best.setting != DENSE and policy.cost(best) > (1.0 - policy.compress_from) * dense.seconds:
+    if best.setting.name != DENSE.name and policy.cost(best) > (1.0 - policy.compress_from) * dense.seconds:
         best = dense
     now = next((f for f in allowed if f.setting == present), None)
     if now is not None and policy.cost(best) > (1.0 - policy.margin) * policy.cost(now):

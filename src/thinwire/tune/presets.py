@@ -29,5 +29,5 @@ def any_codec_for(what: Codec | float | str) -> Codec:
     except ValueError:
         if isinstance(what, str) and what not in PRESETS:
             known = ", ".join([*PRESETS, *TUNED])
-            raise ValueError(f"no preset is called {what!r}; there are {known}, auto, or a density") from None
+            raise ValueError(f"no preset is called {what!r}; there are {known}, or a density") from None
         raise
