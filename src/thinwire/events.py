@@ -4,17 +4,21 @@ Every record is one line, written when it happens: a run that dies leaves everyt
 The schema is described in docs/events.md.
 """
 
+import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from thinwire.errors import LogError
 from thinwire.records import PHASES, REASONS, Diagnosis, End, Eval, Event, Histogram, Resume, Run, Step
+
+_log = logging.getLogger("thinwire")
 
 __all__ = [
     "PHASES",
@@ -83,6 +87,7 @@ class EventLog:
     """Writes a log; use it as a context manager, `write` events as they happen and `end` it.
 
     An existing file is never overwritten: `resume_at` appends to it from that step on, else it is an error.
+    With `keep=False` steps go to the file alone: a long run of many workers has more of them than fit in memory.
     """
 
     def __init__(
@@ -92,8 +97,10 @@ class EventLog:
         *,
         resume_at: int | None = None,
         mirrors: Sequence[Callable[[Event], None]] = (),
+        keep: bool = True,
     ) -> None:
-        self.path, self._mirrors = path, tuple(mirrors)
+        self.path, self._mirrors, self._failed = path, tuple(mirrors), False
+        self._sums: End | None = None
         exists = path.exists() and path.stat().st_size > 0
         if exists and resume_at is None:
             raise LogError(f"the log {path} exists already: remove it or choose another name.")
@@ -105,12 +112,31 @@ class EventLog:
             self._file = path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
             raise LogError(f"cannot write the log {path} ({error.strerror}): choose another place.") from error
-        self.write(Resume(step=resume_at) if exists and resume_at is not None else run)
+        first = Resume(step=resume_at) if exists and resume_at is not None else run
+        try:
+            self._file.write(to_line(first) + "\n")
+        except OSError as error:
+            raise LogError(f"cannot write the log {path} ({error.strerror}): choose another place.") from error
+        self._note(first)
+        if not keep:
+            self._sums = self.log.totals("interrupted")
+            self.log.steps.clear()
 
     def write(self, event: Event) -> None:
-        """Append one event and hand it to the mirrors."""
-        self._file.write(to_line(event) + "\n")
-        self.log.add(event)
+        """Append one event and hand it to the mirrors. A disk that is full later is reported once: training goes on."""
+        try:
+            self._file.write(to_line(event) + "\n")
+        except OSError as error:
+            if not self._failed:
+                _log.warning("cannot write the log %s (%s): training goes on, not all of it told", self.path, error)
+            self._failed = True
+        self._note(event)
+
+    def _note(self, event: Event) -> None:
+        if self._sums is not None and isinstance(event, Step):
+            self._sums = _with_step(self._sums, event)
+        else:
+            self.log.add(event)
         for mirror in self._mirrors:
             mirror(event)
 
@@ -118,7 +144,7 @@ class EventLog:
         """Write the last record: `target`, `max_steps`, `interrupted` or `failed`."""
         if reason not in REASONS:
             raise ValueError(f"the reason of an end must be one of {', '.join(REASONS)}, not {reason!r}.")
-        end = self.log.totals(reason)
+        end = self.log.totals(reason) if self._sums is None else replace(self._sums, reason=reason)
         self.write(end)
         return end
 
@@ -134,10 +160,21 @@ class EventLog:
 
     def close(self) -> None:
         """Let go of the file; mirrors that hold something back write it now."""
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
         for mirror in self._mirrors:
             if callable(close := getattr(mirror, "close", None)):
                 close()
+
+
+def _with_step(sums: End, step: Step) -> End:
+    return replace(
+        sums,
+        steps=max(sums.steps, step.step),
+        wall=max(sums.wall, step.wall),
+        bytes_sent=sums.bytes_sent + step.bytes_sent,
+        bytes_received=sums.bytes_received + step.bytes_received,
+    )
 
 
 def to_line(event: Event) -> str:

@@ -197,3 +197,34 @@ def alone(rank: int, exchange: Any) -> bool:
 @pytest.mark.parametrize("exchange", ["dense", "gather", "scatter-reduce", tw.Hierarchical(), None], ids=str)
 def test_one_rank_alone(cluster: Cluster, exchange: Any) -> None:
     assert cluster.run(alone, 1, exchange) == [True]
+
+
+class Scaled(nn.Module):
+    """DDP's second grouping has the same first tensor and the same sizes, the others in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.first, self.second = nn.Linear(200, 200), nn.Linear(200, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.relu(self.first(x))) * self.scale
+        return out
+
+
+def scaled(rank: int) -> list[int]:
+    torch.manual_seed(0)
+    model = DDP(Scaled(), bucket_cap_mb=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tw.attach(model, 0.05, exchange="scatter-reduce"):
+        for step in range(4):
+            optimizer.zero_grad()
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(4, 200)).square().mean().backward()
+            optimizer.step()
+    return jobs.digest(model)
+
+
+def test_a_bucket_whose_order_changes_is_another_bucket(cluster: Cluster) -> None:
+    first, second = cluster.run(scaled, 2)
+    assert first == second

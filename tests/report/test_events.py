@@ -172,3 +172,25 @@ def test_without_tensorboard_one_sentence_says_what_to_do(tmp_path: Path, monkey
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(LogError, match="install it with pip"):
         TensorBoardMirror(tmp_path)
+
+
+def test_steps_need_not_be_kept(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "run.jsonl", RUN, keep=False) as log:
+        for number in (1, 2, 3):
+            log.write(step(number))
+        assert not log.log.steps
+        end = log.end("max_steps")
+    kept = read_log(tmp_path / "run.jsonl")
+    assert len(kept.steps) == 3 and kept.end == end == kept.totals("max_steps")
+
+
+def test_a_full_disk_does_not_end_a_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(LogError, match="choose another place"):
+        EventLog(Path("/dev/full"), RUN)
+    with EventLog(tmp_path / "run.jsonl", RUN) as log:
+        log._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115 - as if the disk were full from now on
+        for number in (1, 2):
+            log.write(step(number))
+        log.end("max_steps")
+    told = [record for record in caplog.records if "training goes on" in record.message]
+    assert len(told) == 1

@@ -1,13 +1,14 @@
 """The parameter server trains: the same bits as one process, in every mode, with both directions compressed."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.server.serving import Crew, accuracy, gradients, serving, small_net, train
+from tests.server.serving import Crew, accuracy, batch, gradients, serving, small_net, train
 from thinwire.codec.codec import Codec
 from thinwire.codec.memory import Drop
 from thinwire.codec.selection import TopK
@@ -123,3 +124,61 @@ def test_worker_and_server_differ_by_what_the_server_holds_back() -> None:
         meeting.wait(30)
         crew.join()
     assert same_bits(workers[0], workers[1])
+
+
+class Branched(nn.Module):
+    """A layer that is always used, and one that is used if somebody likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(20, 4), nn.Linear(20, 4)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        out: Tensor = self.always(x) + self.sometimes(x) if both else self.always(x)
+        return out
+
+
+def test_a_layer_that_a_step_does_without_does_not_run_ahead() -> None:
+    """What one worker used in the last step and does not in this one waits for who has not pushed it yet."""
+    server = Server(model := Branched(), torch.optim.SGD(model.parameters(), lr=0.1), expect=2, codec=None)
+    crew = Crew()
+
+    def work(slot: int) -> None:
+        net = Branched()
+        with Worker(address, net, DENSE, slot=slot) as worker:
+            while worker.stopped is None:
+                net(batch(worker.clock, slot)[0], worker.clock % 2 == slot).square().mean().backward()
+                time.sleep(0.05 * slot)  # pushes of layers that were not used come with the step
+                worker.step()
+
+    with serving(server, max_steps=8) as address:
+        for slot in range(2):
+            crew.start(work, slot)
+        crew.join()
+    assert server.clock.step == 8
+
+
+@pytest.mark.parametrize("transport", ["tcp", "udp"])
+def test_the_last_step_before_a_worker_leaves_counts(transport: str) -> None:
+    server = Server(model := small_net(), sgd(model), expect=1, codec=None)
+    with serving(server, transport=transport) as address:
+        train(address, 0, codec=DENSE, steps=5)
+        deadline = time.monotonic() + 20
+        while server.members.active and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert set(server.clock.lowest) == {5}
+    assert same_bits(server.model, reference(1, 5, "mean"))
+
+
+def test_who_is_slower_and_goes_on_is_not_thrown_out() -> None:
+    """Bounded staleness lets a slow worker be the last for ever, which is no lack of progress."""
+    server = Server(model := small_net(), sgd(model), expect=2, codec=None, mode="ssp", bound=3, stall=0.4)
+    crew = Crew()
+    with serving(server, max_steps=30) as address:
+        for slot in range(2):
+            crew.start(
+                lambda slot=slot: train(address, slot, codec=DENSE, each=lambda worker: time.sleep(0.05 if slot else 0))
+            )
+        crew.join()
+    assert server.members.left == 0

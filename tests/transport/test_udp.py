@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 from tests.transport.lossy_socket import lose
 from thinwire.errors import TransportError
+from thinwire.transport import udp_listener
 from thinwire.transport.addresses import connect, listen
+from thinwire.transport.control import Incoming
 from thinwire.transport.envelope import (
+    Envelope,
+    Kind,
     Report,
     pack_data,
     read_control,
@@ -216,3 +220,29 @@ def test_the_deadline_follows_what_was_measured() -> None:
             gathering.close(number)
         waits.append(gathering.lateness.wait)
     assert waits[0] < 0.01 and 0.2 < waits[1] < 0.4
+
+
+def test_a_number_far_ahead_is_not_counted_up_to() -> None:
+    incoming = Incoming()
+    assert incoming.arrive(Envelope(Kind.PLAIN, 1, 1 << 62, [b"x"]), reliable=True)
+    found = incoming.current()
+    assert found is not None and found.number == incoming.due == 1 << 62
+
+
+def test_who_is_forgotten_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(udp_listener, "_LINGERS", 0.0)
+    with sides() as both:
+        opened(both)
+        (peer,) = both[0]._paths
+        both[0].forget(peer)
+        time.sleep(0.01)
+        both[0]._flush()
+        assert not both[0]._paths and not both[0]._engine.paths
+        got: list[list[bytes]] = []
+
+        def heard() -> bool:
+            both[1].send([b"again"])
+            return bool(got)
+
+        until(both, heard, got, [])  # who is there after all gets a new session
+        assert got[0] == [b"again"]

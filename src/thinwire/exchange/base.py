@@ -3,6 +3,7 @@
 An exchange gets one bucket of gradients at a time, always in the same order on every rank.
 """
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,8 +33,9 @@ class Bucket:
 
     @property
     def key(self) -> str:
-        """Names the bucket by what is in it: agreed sizes belong to that, whatever its number."""
-        return f"{next(iter(self.gradients), '')}+{len(self.outs)}+{sum(self.numels)}"
+        """Names the bucket by what is in it, and in which order: agreed sizes belong to that, whatever its number."""
+        names = "\n".join(self.gradients).encode()
+        return f"{next(iter(self.gradients), '')}+{len(self.outs)}+{zlib.crc32(names):08x}"
 
 
 @dataclass

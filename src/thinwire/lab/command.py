@@ -39,6 +39,8 @@ def lab_command(
     clean: Annotated[bool, typer.Option("--clean", help="Remove what killed labs left.")] = False,
 ) -> int:
     """Run a command on emulated hosts: thinwire lab --hosts 4 --rate 100mbit -- python train.py."""
+    if json_file is not None and (json_file.is_dir() or not os.access(json_file.absolute().parent, os.W_OK)):
+        raise ValueError(f"--json {json_file} cannot be written: it is a directory, or its folder cannot be written")
     if check_only or clean:
         if command or (check_only and clean):
             raise ValueError("--check and --clean stand alone: give no command and only one of them")
@@ -57,8 +59,6 @@ def lab_command(
         words, ranks = _torchrun(words, lab, per_host), 1
     else:
         ranks = per_host
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ValueError(f"--json {json_file}: there is no directory {json_file.parent}")
     result, up = _run(lab, words, ranks, timeout)
     if json_file is not None:
         json_file.write_text(json.dumps(_figures(lab, command or [], result, up), indent=1) + "\n")

@@ -49,7 +49,9 @@ def serve_command(
     timeout: Annotated[float, typer.Option(min=0.5, help="Seconds of silence until a worker is out.")] = 10.0,
     keys: Annotated[Path | None, typer.Option(help="Folder made by thinwire keys new.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without keys.")] = False,
-    metrics: Annotated[int | None, typer.Option(help="Port for /metrics (Prometheus), on loopback.")] = None,
+    metrics: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port for /metrics (Prometheus), on loopback.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Status as JSON lines instead of a table.")] = False,
 ) -> None:
     """Serve a recipe's model to workers (thinwire work) that may come and go."""
@@ -98,7 +100,7 @@ def _serve(
 
     made, place = serving.recipe, Field(serving.terms.workers, None, options.invocation())
     run = describe_served(made, serving.terms, place)
-    with EventLog(path, run, resume_at=serving.server.clock.step or None) as log:
+    with EventLog(path, run, resume_at=serving.server.clock.step or None, keep=False) as log:
         serving.emit = log.write
         said = {"listening": listener.address}
         print(json.dumps(said) if as_json else f"listening on {listener.address}", flush=True)

@@ -31,7 +31,7 @@ class Training:
         """The log, continued where a checkpoint says so."""
         method, seed = self.work.runs[0]
         run = describe_run(self.recipe, self.work, self.place, method, seed)
-        return EventLog(self.log, run, resume_at=self._resumed(), mirrors=mirrors(self.tensorboard))
+        return EventLog(self.log, run, resume_at=self._resumed(), mirrors=mirrors(self.tensorboard), keep=False)
 
     def _resumed(self) -> int | None:
         plan = self.work.plan

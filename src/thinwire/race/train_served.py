@@ -48,7 +48,7 @@ class ServedTraining:
         """The log, continued where a checkpoint says so."""
         plan = self.served.terms.plan
         resumed = stored_step(plan.checkpoint) if plan.checkpoint is not None and plan.resume else None
-        return EventLog(self.log, run, resume_at=resumed, mirrors=mirrors(self.tensorboard))
+        return EventLog(self.log, run, resume_at=resumed, mirrors=mirrors(self.tensorboard), keep=False)
 
     def run(self) -> str:
         """Start all processes, show and log what the master tells; returns a sentence."""

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from thinwire.race.options import Data
+from thinwire.race.options import Data, writable
 
 
 def work_command(
@@ -17,7 +17,9 @@ def work_command(
     data: Data = None,
     keys: Annotated[Path | None, typer.Option(help="Folder with this worker's key and the server's.")] = None,
     overlap: Annotated[bool, typer.Option(help="Push and pull while computing.")] = True,
-    profile: Annotated[Path | None, typer.Option(help="Write layer times for thinwire simulate schedule.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(callback=writable, help="Write layer times for thinwire simulate schedule.")
+    ] = None,
     patience: Annotated[float, typer.Option(help="Seconds without a sign of the server until giving up.")] = 300.0,
 ) -> None:
     """Compute gradients for a server (thinwire serve); may join and leave at any time."""

@@ -30,6 +30,8 @@ log = logging.getLogger("thinwire.worker")
 
 # Before the server's terms are known: how often to say hello.
 _HELLO_EVERY = 2.0
+# Seconds that the last gradients are given to be acknowledged when a worker leaves.
+_GOODBYE = 2.0
 
 
 class Courier:
@@ -104,12 +106,21 @@ class Courier:
         try:
             while not self._ending:
                 self._turn()
+            until = time.monotonic() + _GOODBYE
+            while self._owes() and time.monotonic() < until:
+                self._turn()
             self._send(Message(Kind.BYE, self.standing.session.number if self.standing.session is not None else 0))
         except Exception as error:
             self.standing.fail(error)
         finally:
             self._line.connection.close()
             self.standing.close()
+
+    def _owes(self) -> bool:
+        """Whether the last step's gradients are still on their way; they are acknowledged as soon as they arrive."""
+        if self.standing.session is None or self.standing.stopped is not None or self.standing.lost:
+            return False
+        return bool(self._jobs or self.pushes.under_way)
 
     def _turn(self) -> None:
         session = self.standing.session

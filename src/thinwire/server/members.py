@@ -45,6 +45,11 @@ class Member:
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     figures: dict[str, Any] = field(default_factory=dict)
 
+    def known(self, due: list[int]) -> list[int] | None:
+        """Which of its pushes count, as it will have to be told: `due`, or what the session before was told."""
+        # One that never spoke may not have heard its welcome: what it would ask for is still the session before.
+        return due if self.received else self.counted
+
     @property
     def label(self) -> str:
         return f"worker {self.slot} ({self.name})"
@@ -94,8 +99,7 @@ class Members:
 
     def remember(self, member: Member, due: list[int]) -> None:
         """Note which pushes of a departed worker have been counted."""
-        # One that never spoke may not have heard its welcome: what it would ask for is still the session before.
-        known = due if member.received else member.counted
+        known = member.known(due)
         self.counted.pop(member.token, None)
         if known is not None:
             self.counted[member.token] = known

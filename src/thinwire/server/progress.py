@@ -42,6 +42,7 @@ class Progress:
         """What follows from a gradient that was taken."""
         if self._clock.members[member.session].reached > clock:
             member.steps.append(time.monotonic())
+            member.holding = None  # it goes on, if slower than the others
         if self._clock.bound is None:
             self._apply_one(member, number, clock)
         else:

@@ -37,6 +37,11 @@ class Pushes:
         self._tickets: dict[int, Pushed] = {}  # pushes in pieces that are not reported yet
         self.restored = 0.0  # sum of the magnitudes that were lost on the way and returned to the memory
 
+    @property
+    def under_way(self) -> bool:
+        """Whether any gradient waits to be sent, or to be acknowledged."""
+        return bool(self._gradients or self.unacknowledged)
+
     def enqueue(self, session: Session, layer: int, clock: int, gradients: Gradients) -> None:
         """Let a layer's gradients wait for their turn, and after them the pulls for the next step."""
         self._gradients[layer, clock] = gradients

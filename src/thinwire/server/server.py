@@ -4,6 +4,7 @@ One thread does everything in the order of arrival. Messages are checked before 
 sends nonsense is dropped with the reason in the log, and the others go on.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -134,6 +135,11 @@ class Server:
                 self._turn(0.25)
             self.save()
             self._post.part(self.members, self.stopped, min(_PARTING, self.timeout))
+        except Exception:
+            self.stopped = self.stopped or "failed"  # workers hear of it, and need not wait for a server that is gone
+            with contextlib.suppress(Exception):
+                self._post.part(self.members, self.stopped, min(_PARTING, self.timeout))
+            raise
         finally:
             listener.close()
         return self.stopped
@@ -147,7 +153,9 @@ class Server:
         if self._store is None:
             return False
         counted = dict(self.members.counted)
-        counted |= {m.token: self.clock.members[m.session].due for m in self.members.active.values()}
+        for member in self.members.active.values():
+            known = member.known(self.clock.members[member.session].due)
+            counted |= {} if known is None else {member.token: known}
         step = max(self.clock.lowest)
         return self._store.save(self.model, self.optimizer, self.layout.cut, step, counted, self.extra)
 

@@ -82,6 +82,10 @@ class Worker:
             return
         self._watch.computed()
         session, layers = self._session, range(len(self._session.layout.layers))
+        # A layer that this step did without was asked for all the same: its push must not overtake the step before.
+        unused = [i for i in layers if i not in self._pushed and i not in self._fired]
+        if self.overlap and unused:
+            self._await(unused)
         for layer in layers:
             if layer not in self._pushed:
                 self._push(session, layer)

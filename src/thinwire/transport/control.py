@@ -188,8 +188,8 @@ class Incoming:
 
     def current(self) -> Envelope | None:
         """The envelope in turn, if it is here; what was lost with a connection is passed over."""
-        while self.due < self._sure and self.due not in self._early:
-            self.due += 1
+        if self.due < self._sure and self.due not in self._early:
+            self.due = min(self._early)
         return self._early.get(self.due)
 
     def advance(self) -> None:

@@ -26,6 +26,8 @@ from thinwire.transport.tcp import TcpConnection
 log = logging.getLogger("thinwire.transport")
 
 _JOIN_EVERY = 2.0
+# Seconds that the last datagrams are given to leave.
+_PARTING = 1.0
 
 
 class UdpConnection(Connection):
@@ -86,7 +88,8 @@ class UdpConnection(Connection):
             raise TransportError("the server's answer to a worker that wants datagrams makes no sense")
         session, port, mtu = SESSION.unpack_from(welcome)
         self.piece_bytes = piece_bytes(check_mtu(mtu))
-        found = socket.getaddrinfo(self._host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET  # a name means IPv4, as for tcp
+        found = socket.getaddrinfo(self._host.strip("[]"), port, family, socket.SOCK_DGRAM)[0]
         sock = open_socket(found[0])
         sock.connect(found[4])
         self._path = Path(session, welcome[SESSION.size :], server=False, mtu=mtu)
@@ -152,6 +155,9 @@ class UdpConnection(Connection):
         self._tcp.wake()
 
     def close(self) -> None:
+        until = time.monotonic() + _PARTING
+        while self._path is not None and self._path.queue and time.monotonic() < until:
+            time.sleep(0.002)  # the engine's thread lets them leave
         with contextlib.suppress(TransportError):
             self._flush(all_of_it=True)
         self._close_engine()

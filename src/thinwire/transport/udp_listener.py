@@ -23,6 +23,8 @@ log = logging.getLogger("thinwire.transport")
 
 # Workers that have asked for a session; more than any server has.
 _MOST_PATHS = 8192
+# Seconds for which the path of a peer that is gone is kept: it may be told something yet, or come back.
+_LINGERS = 30.0
 
 
 class UdpListener(Listener):
@@ -41,6 +43,7 @@ class UdpListener(Listener):
         self._peers: dict[int, Peer] = {}
         self._tokens: dict[Peer, bytes] = {}
         self._unreachable: set[Peer] = set()
+        self._forgotten: dict[Peer, float] = {}  # and when
         self._shares = Shares()
         self._told = time.monotonic()
         self._engine = Engine(sock, tcp.wake, probes=False)
@@ -75,6 +78,7 @@ class UdpListener(Listener):
 
     def _arrived(self, peer: Peer, parts: Parts) -> list[tuple[Peer, Parts]]:
         envelope = read_envelope(parts)
+        self._forgotten.pop(peer, None)
         if envelope is None:  # a worker that speaks tcp alone: its hello will be refused
             return [(peer, parts)]
         path = self._paths.get(peer)
@@ -108,6 +112,7 @@ class UdpListener(Listener):
             self._engine.paths.pop(path.session, None)
             self._peers.pop(path.session, None)
         self._tokens.pop(peer, None)
+        self._forgotten.pop(peer, None)
         self._unreachable.discard(peer)
 
     def _ready(self) -> list[tuple[Peer, Parts]]:
@@ -136,6 +141,9 @@ class UdpListener(Listener):
                     self._unreachable.add(peer)
             self._engine.poke_before(path.express_at)
         now = time.monotonic()
+        for peer in [peer for peer, since in self._forgotten.items() if now - since > _LINGERS]:
+            with self._engine.lock:
+                self._drop(peer)
         if now - self._told > TOLD_EVERY:
             self._told = now
             for path in self._paths.values():
@@ -160,6 +168,7 @@ class UdpListener(Listener):
         if path is None:
             self._tcp.send(peer, [head, pack_all(pieces)])
             return None
+        self._forgotten.pop(peer, None)
         return send_pieces(self._engine, path, head, pieces)
 
     def figures(self, peer: Peer) -> dict[str, float]:
@@ -170,6 +179,7 @@ class UdpListener(Listener):
         self._tcp.forget(peer)
         path = self._paths.get(peer)
         if path is not None:
+            self._forgotten[peer] = time.monotonic()
             with self._engine.lock:
                 path.clear()
 
