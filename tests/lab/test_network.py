@@ -6,6 +6,8 @@ machine. The tight figures are in docs/lab.md.
 
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -82,6 +84,23 @@ def test_rate_and_loss_change_while_running() -> None:
         assert 0.4 < loss(lab, 0, 1, count=2000) < 0.6
         lab.set_loss(1, 0)
         assert loss(lab, 0, 1, count=2000) == 0
+
+
+def test_a_stream_goes_on_when_its_link_becomes_slow() -> None:
+    """What was queued for the fast link in one bundle must still fit the slow one's bucket."""
+    with Lab(2, rate="500mbit") as lab:
+        flow = threading.Thread(target=goodput, args=(lab, [(0, 1)]), kwargs={"seconds": 6})
+        flow.start()
+        time.sleep(1.5)
+        for _ in range(4):
+            lab.set_rate(0, "500mbit")
+            time.sleep(0.4)
+            lab.set_rate(0, "5mbit")
+            time.sleep(0.3)
+            before = lab.counters()[0].sent_bytes
+            time.sleep(0.3)
+            assert lab.counters()[0].sent_bytes > before
+        flow.join()
 
 
 def test_a_cut_cable_holds_a_connection_until_it_heals() -> None:

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 
 # A full frame without its checksum, as the kernel counts it: 1500 bytes of packet and 14 of Ethernet header.
 FRAME = 1514
-# Smaller buckets lose tokens whenever a timer is late; larger ones let short messages pass unshaped.
-_BURST_SECONDS = 0.001
-_BURST_FRAMES = 6
 # A queue of 50 ms lets many senders meet at one receiver; a slow link still needs room for some packets.
 _QUEUE_SECONDS = 0.05
 _QUEUE_FRAMES = 100
 # TCP packets that may enter the host's own shaper as one bundle, to be split before they leave the host.
-# One at a time, two shared cores carried 265 Mbit/s where eight carried 935. Eight are fewer bytes than the
-# bucket of a fast link lets through at once, and on a slow link the bucket itself splits what exceeds it.
+# One at a time, two shared cores carried 265 Mbit/s where eight carried 935.
 _BUNDLE = 8
+# Smaller buckets lose tokens whenever a timer is late; larger ones let short messages pass unshaped. A bundle must fit
+# in any: one that waits when the link becomes slower would never find enough tokens, and hold up all behind it.
+_BURST_SECONDS = 0.001
+_BURST_FRAMES = _BUNDLE + 1
 # Parts in a million: the finest loss that can be asked for.
 _DICE = 1_000_000
 
