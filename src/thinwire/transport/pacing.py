@@ -32,7 +32,7 @@ _TOP, _AWAY = 0.85, 0.75
 _SHARE, _FADES = 0.4, 30.0
 # A queue that stands next to less than that share is that of others. For so many seconds it is left to them, and the
 # window grows by so many datagrams in a round trip.
-_COMPETES, _CATCH_UP = 10.0, 1.25
+_COMPETES, _CATCH_UP = 10.0, 2.0
 # More than this is no link's own loss, whatever the delays say: a queue may have been there from the beginning.
 _TOO_MUCH = 0.3
 # Above the rate of arrival, so that a free link is found: while the window doubles, and after.
