@@ -9,7 +9,8 @@
 namespace thinwire {
 namespace {
 
-constexpr size_t kLine = 32;  // floats that a sample takes side by side: two cache lines, which are fetched as a pair
+constexpr size_t kCached = 16;  // floats of a cache line
+constexpr size_t kLine = 2 * kCached;  // that a sample takes side by side: lines are fetched in pairs
 
 template <Dtype D, bool Memory>
 inline float element(const Source& s, size_t i) {
@@ -44,7 +45,7 @@ void for_sample(size_t n, uint64_t wanted, uint64_t seed, Prefetch&& prefetch, V
 
 template <Dtype D, bool Memory>
 inline void fetch_line(const Source& s, size_t i) {
-  for (size_t j = i; j < i + kLine; j += 16) {
+  for (size_t j = i; j < i + kLine; j += kCached) {
     __builtin_prefetch(static_cast<const typename Load<D>::type*>(s.gradient) + j);
     if constexpr (Memory) __builtin_prefetch(s.memory + j);
   }

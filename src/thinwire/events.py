@@ -107,13 +107,10 @@ class EventLog:
         self.log = read_log(path) if exists else RunLog(run, path=path)
         if exists:
             _drop_torn_line(path)
+        first = Resume(step=resume_at) if exists and resume_at is not None else run
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", buffering=1, encoding="utf-8")
-        except OSError as error:
-            raise LogError(f"cannot write the log {path} ({error.strerror}): choose another place.") from error
-        first = Resume(step=resume_at) if exists and resume_at is not None else run
-        try:
             self._file.write(to_line(first) + "\n")
         except OSError as error:
             raise LogError(f"cannot write the log {path} ({error.strerror}): choose another place.") from error

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,11 +43,12 @@ JsonFile = Annotated[Path | None, typer.Option("--json", callback=writable, help
 Page = Annotated[Path | None, typer.Option(callback=writable, help="Write a page with plots.")]
 
 
-def none_of(given: Mapping[str, object], why: str) -> None:
-    """ValueError if any of these options was given: it would be accepted and do nothing."""
-    stray = [name for name, value in given.items() if value]
-    if stray:
-        raise ValueError(f"{', '.join(stray)} {why}")
+def refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """ValueError if any of these options was typed: it would be accepted and do nothing."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if typed:
+        raise ValueError(f"{', '.join('--' + name.replace('_', '-') for name in typed)} {why}")
 
 
 def invocation() -> str:

@@ -14,20 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.race import options
-from thinwire.race.options import (
-    Batch,
-    Data,
-    Diagnose,
-    EvaluateEvery,
-    JsonFile,
-    LearningRate,
-    MaxSteps,
-    Page,
-    RecipeName,
-    Target,
-    invocation,
-    write_json,
-)
 
 if TYPE_CHECKING:
     from thinwire.race.loss_race import LossRace, LossResult
@@ -39,21 +25,22 @@ METHODS = "dense,fp16,percentile90,topk1"
 
 
 def race_command(
-    recipe: RecipeName = "digits",
+    context: typer.Context,
+    recipe: options.RecipeName = "digits",
     hosts: Annotated[int, typer.Option(min=2, help="Emulated hosts.")] = 4,
     rate: Annotated[str, typer.Option(help="Rate of every link: 100mbit; none runs on plain loopback.")] = "100mbit",
     methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = METHODS,
-    target: Target = None,
-    max_steps: MaxSteps = None,
+    target: options.Target = None,
+    max_steps: options.MaxSteps = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs per method, with seeds 0, 1, ...")] = 1,
-    batch: Batch = None,
-    lr: LearningRate = None,
-    evaluate_every: EvaluateEvery = None,
-    data: Data = None,
-    diagnose: Diagnose = 0,
+    batch: options.Batch = None,
+    lr: options.LearningRate = None,
+    evaluate_every: options.EvaluateEvery = None,
+    data: options.Data = None,
+    diagnose: options.Diagnose = 0,
     logs: Annotated[Path | None, typer.Option(help="Folder for the event logs; default: temporary.")] = None,
-    json_file: JsonFile = None,
-    report: Page = None,
+    json_file: options.JsonFile = None,
+    report: options.Page = None,
     transport: Annotated[str | None, typer.Option(help="Race transports to a parameter server: tcp,udp.")] = None,
     loss: Annotated[str, typer.Option(help="With --transport: shares of packets lost: 0%,1%,5%,20%.")] = "0%",
     on_loss: Annotated[str, typer.Option(help="With --transport, of udp: restore,ignore.")] = "restore",
@@ -61,25 +48,13 @@ def race_command(
 ) -> None:
     """Train the same recipe with each method, or over each transport, on the same thin network and compare."""
     from thinwire.race.loss_race import LossRace, ways
-    from thinwire.race.methods import check_method
     from thinwire.race.plans import make_plan, rate_or_none
     from thinwire.race.race import Field
     from thinwire.race.worker import Work, with_infinite
     from thinwire.recipes import get_recipe
 
-    names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip() != "infinite"))
-    for name in names:
-        check_method(name)
-    if not names:
-        raise ValueError("--methods names no method besides the infinite network, which every race measures")
-    raced = [] if transport is None else ways(transport, loss, on_loss)
-    if transport is None and (loss != "0%" or on_loss != "restore"):
-        raise ValueError("--loss and --on-loss go with --transport: methods of attach lose nothing")
-    if raced:
-        given = {"--methods": methods != METHODS, "--seeds": seeds != 1, "--diagnose": diagnose}
-        options.none_of(given, "do not go with --transport, which races one codec (--compress)")
-    if raced and rate == "none":
-        raise ValueError("--transport needs a --rate: packets are lost in the lab")
+    names, raced = _names(methods), [] if transport is None else ways(transport, loss, on_loss)
+    _check(context, transport, rate)
     made = get_recipe(recipe)
     made.load(data)  # a missing file is better told here than by every worker
     plan = make_plan(
@@ -93,7 +68,7 @@ def race_command(
         evaluate_every=evaluate_every,
         diagnose=diagnose,
     )
-    place = Field(hosts, rate_or_none(rate), invocation())
+    place = Field(hosts, rate_or_none(rate), options.invocation())
     if transport is not None:
         lasting = plan if target is not None else replace(plan, target=None)  # all make the same steps
         race = LossRace(made, recipe, data, lasting, place, raced, compress)
@@ -101,6 +76,28 @@ def race_command(
     else:
         runs = with_infinite([(name, seed) for seed in range(seeds) for name in names])
         _race_methods(made, Work(recipe, data, tuple(runs), plan), place, logs, json_file, report)
+
+
+def _names(methods: str) -> list[str]:
+    """The methods of a command line, without the infinite network, which every race measures."""
+    from thinwire.race.methods import check_method
+
+    names = list(dict.fromkeys(name.strip() for name in methods.split(",") if name.strip() != "infinite"))
+    for name in names:
+        check_method(name)
+    if not names:
+        raise ValueError("--methods names no method besides the infinite network, which every race measures")
+    return names
+
+
+def _check(context: typer.Context, transport: str | None, rate: str) -> None:
+    """ValueError for options that do not go together."""
+    if transport is None:
+        options.refuse(context, ("loss", "on_loss", "compress"), "go with --transport")
+        return
+    options.refuse(context, ("methods", "seeds", "diagnose"), "do not go with --transport, which races one codec")
+    if rate == "none":
+        raise ValueError("--transport needs a --rate: packets are lost in the lab")
 
 
 def _race_methods(
@@ -153,7 +150,7 @@ def _folder(logs: Path | None) -> Iterator[Path]:
 
 def _tell(result: "Result | LossResult", table: Table, json_file: Path | None) -> None:
     """The figures for machines, then for people; before a page is made of them, which may fail."""
-    write_json(json_file, result.to_json())
+    options.write_json(json_file, result.to_json())
     console = Console()
     console.print(table)
     console.print(result.verdict(), highlight=False)

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from thinwire.race.train import Training
 
 
+# Options of the parameter server alone.
+SERVED = ("mode", "bound", "pull", "reduce", "policy", "on_loss", "mtu")
+
+
 def train_command(
+    context: typer.Context,
     recipe: options.RecipeName,
     workers: Annotated[int, typer.Option(min=1, help="Processes, or emulated hosts with --rate.")] = 4,
     compress: Annotated[str, typer.Option(help="A density, a preset, dense or fp16.")] = "topk1",
@@ -56,11 +61,7 @@ def train_command(
     from thinwire.recipes import get_recipe
 
     words = check_terms(compress, pull, mode, reduce, policy, transport, on_loss, mtu) if server else {}
-    _check(compress, server, transport, diagnose, lossy=loss is not None, shaped=rate is not None)
-    if not server:
-        given: dict[str, object] = {"--mode": mode != "bsp", "--bound": bound != 3, "--reduce": reduce != "mean"}
-        given |= {"--policy": policy != "forward", "--on-loss": on_loss != "restore", "--pull": pull, "--mtu": mtu}
-        options.none_of(given, "go with --server")
+    _check(context, compress, server, transport, diagnose, lossy=loss is not None, shaped=rate is not None)
     _check_folder(checkpoint, resume)
     made = get_recipe(recipe)
     workers = workers if server else _world(workers)
@@ -97,12 +98,15 @@ def _tell(end: str | None, path: Path) -> None:
         console.print(f"The log is {path}; thinwire report {path} -o page.html makes a page of it.", highlight=False)
 
 
-def _check(compress: str, server: bool, transport: str, diagnose: int, *, lossy: bool, shaped: bool) -> None:
+def _check(
+    context: typer.Context, compress: str, server: bool, transport: str, diagnose: int, *, lossy: bool, shaped: bool
+) -> None:
     """ValueError for options that do not go together."""
     from thinwire.race.methods import BASELINES, check_method
 
     if not server:
         check_method(compress)
+        options.refuse(context, SERVED, "go with --server")
     if transport not in ("tcp", "udp", "mpi") or (transport != "tcp" and not server):
         raise ValueError("--transport is tcp, udp or mpi, and the last two go with --server")
     if shaped and ("RANK" in os.environ or transport == "mpi"):

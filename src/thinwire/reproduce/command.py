@@ -1,5 +1,7 @@
 """The command `thinwire reproduce`: one paper's claims, run again, as JSON, page and picture."""
 
+import contextlib
+import ctypes
 import shlex
 import sys
 from dataclasses import replace
@@ -75,9 +77,6 @@ def _run(
 
 def _keep_freed_memory() -> None:
     """Have glibc keep what large tensors leave: fetching zeroed pages for the next ones is a quarter of a step."""
-    import contextlib
-    import ctypes
-
     trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
     with contextlib.suppress(OSError, AttributeError):  # another system, another library
         library = ctypes.CDLL(None)

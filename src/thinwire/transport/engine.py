@@ -96,13 +96,13 @@ class Engine(threading.Thread):
 
     def transmit(self, path: Path, datagrams: Iterable[bytes]) -> None:
         """Send without waiting; what does not fit in the kernel's queue is lost like anything else."""
-        send, sendto, address = self._socket.send, self._socket.sendto, path.address
+        if path.address is None and not self._probes:
+            return  # nobody knows where to
+        there = (path.address,) if path.address is not None and not self._probes else ()
+        send = self._socket.sendto if there else self._socket.send
         for datagram in datagrams:
             try:
-                if self._probes:
-                    send(datagram)
-                elif address is not None:
-                    sendto(datagram, address)
+                send(datagram, *there)
             except OSError:
                 continue
 
