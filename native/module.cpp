@@ -1,49 +1,12 @@
 // The Python module: addresses of contiguous CPU memory in, plain numbers out; the GIL is released in every kernel.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
+#include "bindings.hpp"
 #include "crc32c.hpp"
+#include "frame.hpp"
 #include "histogram.hpp"
 #include "positions.hpp"
-#include "reader.hpp"
-#include "shards.hpp"
-#include "statistics.hpp"
-#include "sum.hpp"
 #include "writer.hpp"
 
-namespace nb = nanobind;
-using namespace thinwire;
-
 namespace {
-
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address a) {
-  return reinterpret_cast<T*>(a);
-}
-
-Source source_of(Address gradient, int dtype, Address memory, float decay) {
-  return {at<const void>(gradient), Dtype(dtype), at<float>(memory), decay};
-}
-
-// (gradient, dtype, memory, decay, n): a vector as Python passes it.
-using Described = std::tuple<Address, int, Address, float, size_t>;
-
-Vector vector_of(const Described& d) {
-  return {source_of(std::get<0>(d), std::get<1>(d), std::get<2>(d), std::get<3>(d)), std::get<4>(d)};
-}
-
-std::vector<Vector> vectors_of(const std::vector<Described>& described) {
-  std::vector<Vector> vectors;
-  for (const auto& d : described) vectors.push_back(vector_of(d));
-  return vectors;
-}
-
-std::tuple<uint64_t, uint64_t, uint64_t, double> plain(const Written& w) {
-  return {w.sent, w.selected, w.ties, w.magnitudes};
-}
 
 void bind_statistics(nb::module_& m) {
   m.def("sampled_thresholds", [](const std::vector<Described>& described, const std::vector<double>& densities,
@@ -80,13 +43,23 @@ void bind_statistics(nb::module_& m) {
     nb::gil_scoped_release release;
     return collect_above(vector_of(d), threshold, at<float>(out), capacity);
   });
-  m.def("all_zero", [](Address data, int dtype, size_t n) {
+  // Of several (address, dtype, n): which hold nothing but zeros, and the first that holds something not finite.
+  m.def("all_zero", [](const std::vector<Plain>& arrays) {
     nb::gil_scoped_release release;
-    return all_zero(at<const void>(data), Dtype(dtype), n);
+    std::vector<size_t> found;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      const auto& [data, dtype, n] = arrays[i];
+      if (all_zero(at<const void>(data), Dtype(dtype), n)) found.push_back(i);
+    }
+    return found;
   });
-  m.def("all_finite", [](Address data, int dtype, size_t n) {
+  m.def("first_not_finite", [](const std::vector<Plain>& arrays) {
     nb::gil_scoped_release release;
-    return all_finite(at<const void>(data), Dtype(dtype), n);
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      const auto& [data, dtype, n] = arrays[i];
+      if (!all_finite(at<const void>(data), Dtype(dtype), n)) return int64_t(i);
+    }
+    return int64_t(-1);
   });
 }
 
@@ -149,121 +122,10 @@ void bind_writer(nb::module_& m) {
                                                    {at<float>(held), at<float>(mask)}, {threshold, ties},
                                                    Format(format), {stochastic, seed, 0}));
                   })
-      .def("finish", [](Writer& w, int flags) {
+      .def("finish", [](Writer& w, int flags, bool pad) {
         nb::gil_scoped_release release;
-        return w.finish(uint8_t(flags));
+        return w.finish(uint8_t(flags), pad);
       });
-}
-
-void bind_reader(nb::module_& m) {
-  nb::class_<Section>(m, "Section")
-      .def_ro("id", &Section::id)
-      .def_ro("numel", &Section::numel)
-      .def_ro("count", &Section::count)
-      .def_prop_ro("format", [](const Section& s) { return int(s.format); })
-      .def_prop_ro("strata", [](const Section& s) { return s.indexing == Indexing::strata; });
-  nb::class_<Reader>(m, "Reader")
-      .def("__init__",
-           [](Reader* self, Address frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {
-             nb::gil_scoped_release release;
-             new (self) Reader(at<const uint8_t>(frame), size, numels, trailing);
-           })
-      .def_prop_ro("sections", &Reader::sections)
-      .def_prop_ro("length", &Reader::length)
-      .def_prop_ro("non_finite", [](const Reader& r) { return (r.flags() & kNonFinite) != 0; })
-      .def("add",
-           [](const Reader& r, const Section& s, Address out, float weight) {
-             if (!r.owns(s)) throw std::invalid_argument("the section belongs to another frame");
-             nb::gil_scoped_release release;
-             r.add(s, at<float>(out), weight);
-           })
-      .def("entries", [](const Reader& r, const Section& s, Address positions, Address values) {
-        if (!r.owns(s)) throw std::invalid_argument("the section belongs to another frame");
-        nb::gil_scoped_release release;
-        r.entries(s, at<uint64_t>(positions), at<float>(values));
-      });
-}
-
-// The bytes of several buffers, one after the other, and the size of each.
-std::pair<std::vector<uint8_t>, std::vector<size_t>> joined(const nb::sequence& buffers) {
-  std::pair<std::vector<uint8_t>, std::vector<size_t>> found;
-  for (nb::handle each : buffers) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(each.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
-    const auto* bytes = static_cast<const uint8_t*>(view.buf);
-    found.first.insert(found.first.end(), bytes, bytes + view.len);
-    found.second.push_back(size_t(view.len));
-    PyBuffer_Release(&view);
-  }
-  return found;
-}
-
-void bind_shards(nb::module_& m) {
-  nb::class_<ShardWriter>(m, "ShardWriter")
-      .def(nb::init<size_t, bool>())
-      .def("add_selected",
-           [](ShardWriter& w, uint32_t tensor, const Described& d, Address held, Address mask, float threshold,
-              uint64_t ties, int format, bool stochastic, uint64_t seed) {
-             nb::gil_scoped_release release;
-             const Vector v = vector_of(d);
-             return plain(w.add_selected(tensor, v.source, v.n, {at<float>(held), at<float>(mask)}, {threshold, ties},
-                                         Format(format), {stochastic, seed, 0}));
-           })
-      .def("add_entries",
-           [](ShardWriter& w, uint32_t tensor, Address positions, Address values, uint64_t count, size_t n,
-              Address sent, int format, bool stochastic, uint64_t seed) {
-             nb::gil_scoped_release release;
-             w.add_entries(tensor, at<const uint64_t>(positions), at<const float>(values), count, n, at<float>(sent),
-                           Format(format), {stochastic, seed, 0});
-           })
-      .def("finish", [](ShardWriter& w) {
-        nb::list shards;
-        for (const auto& shard : w.finish()) shards.append(nb::bytes(shard.data(), shard.size()));
-        return shards;
-      });
-  nb::class_<ShardReader>(m, "ShardReader")
-      .def("__init__",
-           [](ShardReader* self, const nb::sequence& shards, const std::vector<uint64_t>& numels, bool exact) {
-             auto [bytes, sizes] = joined(shards);
-             nb::gil_scoped_release release;
-             new (self) ShardReader(std::move(bytes), sizes, numels, exact);
-           })
-      .def_prop_ro("pieces",
-                   [](const ShardReader& r) {
-                     std::vector<std::tuple<uint32_t, uint64_t>> found;
-                     for (const auto& piece : r.pieces()) found.emplace_back(piece.tensor, piece.section->count);
-                     return found;
-                   })
-      .def("add",
-           [](const ShardReader& r, const std::vector<Address>& outs, float weight) {
-             nb::gil_scoped_release release;
-             std::vector<float*> rows;
-             for (const Address out : outs) rows.push_back(at<float>(out));
-             r.add(rows, weight);
-           })
-      .def("entries", [](const ShardReader& r, size_t piece, Address positions, Address values) {
-        nb::gil_scoped_release release;
-        r.entries(r.pieces().at(piece), at<uint64_t>(positions), at<float>(values));
-      });
-}
-
-void bind_sums(nb::module_& m) {
-  m.attr("DEAL") = kDeal;
-  m.def("share_of", [](uint64_t n, uint64_t world, uint64_t first, uint64_t owner) {
-    return Deal{world, first}.share(n, owner);
-  });
-  // sums: (address, n, world, first) of each result.
-  m.def("sum_frames", [](const std::vector<const Reader*>& frames,
-                         const std::vector<std::tuple<Address, uint64_t, uint64_t, uint64_t>>& sums, float weight) {
-    nb::gil_scoped_release release;
-    std::vector<Sum> results;
-    for (const auto& [out, n, world, first] : sums) results.push_back({at<float>(out), n, {world, first}});
-    sum_frames(frames, results, weight);
-  });
-  m.def("add_share", [](Address whole, uint64_t n, uint64_t world, uint64_t first, uint64_t owner, Address share) {
-    nb::gil_scoped_release release;
-    add_share(at<float>(whole), n, {world, first}, owner, at<const float>(share));
-  });
 }
 
 }  // namespace
@@ -285,9 +147,7 @@ NB_MODULE(_native, m) {
   bind_statistics(m);
   bind_memory(m);
   bind_writer(m);
-  bind_reader(m);
-  bind_shards(m);
-  bind_sums(m);
+  bind_reading(m);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);

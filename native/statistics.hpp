@@ -36,7 +36,8 @@ struct OrderStatistic {
 // Exact, by radix histograms over all vectors together, without a copy of them.
 OrderStatistic select(const std::vector<Vector>&, uint64_t rank);
 
-// Copies the magnitudes above a threshold, at most `capacity` of them; returns how many there are.
+// Copies the magnitudes above a threshold, at most `capacity` of them; returns how many there are. A scan: the memory,
+// where there is one, holds the accumulated vector afterwards.
 uint64_t collect_above(const Vector&, float threshold, float* out, uint64_t capacity);
 
 bool all_zero(const void* data, Dtype, size_t n);

@@ -233,7 +233,7 @@ Written Writer::add_entries(uint32_t id, const uint64_t* positions, const float*
   return w;
 }
 
-size_t Writer::finish(uint8_t flags) {
+size_t Writer::finish(uint8_t flags, bool pad) {
   std::memset(buffer_, 0, kHeaderBytes);
   std::memcpy(buffer_, kMagic, 4);
   buffer_[kAtVersion] = kVersion;
@@ -243,6 +243,7 @@ size_t Writer::finish(uint8_t flags) {
   std::memcpy(buffer_ + kAtLength, &length, 8);
   const uint32_t crc = frame_crc(buffer_, used_);
   std::memcpy(buffer_ + kAtCrc, &crc, 4);
+  if (pad) std::memset(buffer_ + used_, 0, capacity_ - used_);
   return used_;
 }
 

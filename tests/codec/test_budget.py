@@ -134,7 +134,7 @@ def test_positions_of_64_bits_are_added_in_the_right_place() -> None:
     buffer, sent, n = torch.empty(1000, dtype=torch.uint8), torch.empty(3), 2**33
     writer = _native.Writer(buffer.data_ptr(), 1000)
     writer.add_entries(0, positions.data_ptr(), values.data_ptr(), 3, n, sent.data_ptr(), False, 0, 0, False, 0, 0)
-    data = buffer[: writer.finish(0)].clone()
+    data = buffer[: writer.finish(0, False)].clone()
     reader = _native.Reader(data.data_ptr(), len(data), [n], False)
     out = torch.zeros(1000)
     reader.add(reader.sections[0], out.data_ptr(), 2.0)

@@ -89,8 +89,8 @@ def test_finiteness_is_seen_alike_at_every_place(dtype: torch.dtype) -> None:
                 for avx2 in (True, False):
                     _native.avx2(avx2)
                     code = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[dtype]
-                    assert not _native.all_finite(x.data_ptr(), code, n)
-                    assert _native.all_finite(x.data_ptr(), code, place)
+                    assert _native.first_not_finite([(x.data_ptr(), code, place), (x.data_ptr(), code, n)]) == 1
+                    assert _native.first_not_finite([(x.data_ptr(), code, place)]) == -1
 
 
 def parts_of(frame: tw.Frame, x: dict[str, Tensor], codec: tw.Codec, step: int) -> list[reference.Part]:
@@ -151,7 +151,7 @@ def test_any_positions_travel(numel: int, places: list[float], clustered: bool) 
         0, where.data_ptr(), values.data_ptr(), len(values), numel, sent.data_ptr(), False, 0, 0, False, 0, 0
     )
     assert count == len(values) and torch.equal(sent, values)
-    frame = buffer[: writer.finish(0)]
+    frame = buffer[: writer.finish(0, False)]
     part = reference.Part(0, reference.FLOAT32, numel, positions, values)
     assert frame.numpy().tobytes() == reference.write_frame([part])
     reader = tw.FrameReader(frame, [numel])

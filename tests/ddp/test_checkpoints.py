@@ -10,6 +10,9 @@ import thinwire as tw
 from tests.cluster import Cluster
 from tests.ddp import jobs
 
+# Of two ranks' buckets the larger ones are scattered, the smaller ones gathered.
+MIXED = tw.ScatterReduce(gather_below=2000)
+
 
 def run(rank: int, codec: Any, exchange: Any, buckets: int, steps: range, directory: str) -> list[int]:
     """Train from a checkpoint, if steps do not begin at 0, to a checkpoint; parameters' checksums at the end."""
@@ -30,7 +33,7 @@ def run(rank: int, codec: Any, exchange: Any, buckets: int, steps: range, direct
 
 
 @pytest.mark.parametrize("buckets", [1, 4])
-@pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", tw.Hierarchical(per_machine=2)], ids=str)
+@pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", tw.Hierarchical(per_machine=2), MIXED], ids=str)
 @pytest.mark.parametrize("codec", [0.05, "dgc", "dynamic"])
 def test_a_resumed_run_is_the_uninterrupted_run(
     cluster: Cluster, tmp_path: Path, codec: Any, exchange: Any, buckets: int

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 import thinwire as tw
 from tests.cluster import Cluster
@@ -18,6 +19,22 @@ def test_replicas_are_bitwise_equal_for_every_exchange(cluster: Cluster, exchang
     assert all(digest == results[0][0] for digest, _, _ in results)
     assert results[0][1] == 3
     assert results[0][2] > 0.85
+
+
+def test_small_buckets_are_gathered_while_large_ones_are_scattered(cluster: Cluster) -> None:
+    results = cluster.run(mixed, 4, 200)
+    assert all(digest == results[0][0] for digest, _, _ in results)
+    assert all(small == [False, True, True] for _, small, _ in results)
+    assert results[0][2] > 0.85
+
+
+def mixed(rank: int, steps: int) -> tuple[list[int], list[bool], float]:
+    model = jobs.make(buckets=3)
+    link = tw.attach(model, 0.05, exchange=tw.ScatterReduce(gather_below=5000))
+    jobs.train(model, rank, range(steps), torch.optim.SGD(model.parameters(), lr=0.1))
+    state = link.state_dict()["exchange"]["ScatterReduce(gather_below=5000)"]
+    small = sorted([False] * len(state["parts"]) + [True] * len(state["gather"]["sizes"]))
+    return jobs.digest(model), small, jobs.accuracy(model)
 
 
 def test_replicas_are_bitwise_equal_for_every_preset_scattered(cluster: Cluster) -> None:

@@ -63,11 +63,11 @@ def test_a_matrix_with_few_large_columns_or_rows_is_shared_evenly() -> None:
 def test_agreed_sizes_follow_and_do_not_collapse() -> None:
     agreed = AgreedSizes()
     assert agreed.get("bucket", 0, lambda: [100_000]) == [100_000]
-    agreed.learn("bucket", 0, 10_000, 100)
+    agreed.learn("bucket", [10_000], [100])
     assert agreed.sizes["bucket"] == [10_500]  # the first guess is dropped at once
-    agreed.learn("bucket", 0, 50, 100)
+    agreed.learn("bucket", [50], [100])
     assert agreed.sizes["bucket"] == [9_450]  # a quiet step shrinks it a little
-    agreed.learn("bucket", 0, 9_330, 100)
+    agreed.learn("bucket", [9_330], [100])
     assert agreed.sizes["bucket"] == [12_385]  # a full one enlarges it
     agreed.get("regrouped", 1, lambda: [5])
     assert agreed.state_dict() == {"regrouped": [5]}
@@ -87,6 +87,6 @@ def test_what_was_rounded_at_random_is_not_selected_from_again() -> None:
     second = tw.Codec(rule.again(2.0), tw.Bits(8), tw.Drop())
     sums = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     held = sums.clone()
-    frame = encode_leftover(second, {0: held}, ["a"], step=0, budget=1 << 20)
+    frame = encode_leftover(second, {0: held}, ["a"], torch.empty(1 << 20, dtype=torch.uint8), step=0)
     sent = codec.decode(frame, {"a": sums})["a"]
     assert int((sent != 0).sum()) > 4900 and torch.allclose(sent + held, sums, atol=1e-6)

@@ -25,7 +25,7 @@ class Contestant:
 
     def __init__(self, method: str, batch: int) -> None:
         torch.manual_seed(0)
-        cap = 1000.0 if single_bucket(method) else 25.0
+        cap = 1000 if single_bucket(method) else None  # else DDP's own: a small first bucket, then 25 MiB each
         self.method = method
         self.model = DistributedDataParallel(cuda_convnet(), bucket_cap_mb=cap)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)

@@ -18,8 +18,8 @@ from thinwire.codec.keeping import Keeper
 from thinwire.codec.memory import Memory, Residual
 from thinwire.codec.selection import RandomK, Selection, TopK
 from thinwire.codec.values import SEEDS, Bits, Values
-from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vector, finite
-from thinwire.codec.writing import EVERYTHING, Chosen, Place, empty_frame, open_writer, put_native, put_torch
+from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vector, first_not_finite
+from thinwire.codec.writing import EVERYTHING, Chosen, Place, empty_frame, put_native, put_torch
 
 Scope = Literal["tensor", "global"]
 Kernels = Literal["auto", "native", "torch"]
@@ -58,7 +58,7 @@ class Codec(Keeper):
         self.min_numel = min_numel
         self.kernels = kernels
         self.observer: Observer | None = None
-        self._reserves: tuple[tuple[int, ...], list[int]] = ((), [])  # the last answer: sizes seldom change
+        self._reserves: dict[tuple[int, ...], list[int]] = {}  # answers given: sizes seldom change
 
     def __repr__(self) -> str:
         return (
@@ -84,7 +84,14 @@ class Codec(Keeper):
         if budget is not None and budget < _native.HEADER_BYTES:
             raise ValueError(f"a budget of {budget} bytes cannot hold a frame's header of {_native.HEADER_BYTES}")
         batch = self.open(tensors, step=step, hold=hold)
-        return empty_frame(batch) if isinstance(batch, str) else self.write(batch, len(tensors), budget)
+        if isinstance(batch, str):
+            return empty_frame(batch)
+        room = torch.empty(
+            self.frame_bound([v.n for v in batch.vectors]) if budget is None else budget, dtype=torch.uint8
+        )
+        frame = self.write(batch, len(tensors), room)
+        # A bound leaves most of its room unused, a budget little: only that may live as long as the frame.
+        return replace(frame, data=frame.data.clone()) if budget is None else frame
 
     def open(
         self, tensors: Mapping[str, Tensor], *, step: int | None = None, hold: Collection[str] = ()
@@ -93,9 +100,8 @@ class Codec(Keeper):
         if step is not None and step < 0:
             raise ValueError(f"a step counts from 0, not {step}")
         active = {name: self._checked(name, t) for name, t in tensors.items() if name not in hold}
-        for name, gradient in active.items():
-            if not finite(gradient):
-                return name
+        if (bad := first_not_finite(list(active.values()))) >= 0:
+            return list(active)[bad]
         at = self.step if step is None else step
         self.step = at + 1
         vectors = [self.memory.open(g, self.open_slots(name, g)) for name, g in active.items()]
@@ -113,7 +119,7 @@ class Codec(Keeper):
         held = self._slots.get(name)
         if held and next(iter(held.values())).numel() != tensor.numel():
             raise ValueError(f"{name}: the memory holds another number of elements than the {tensor.numel()} given")
-        return tensor.detach().contiguous()
+        return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
 
     def native_for(self, vectors: Sequence[Vector]) -> bool:
         """Whether the kernels take these vectors, or torch operations do."""
@@ -155,30 +161,29 @@ class Codec(Keeper):
         if self.observer is not None:
             self.observer.written(batch)
 
-    def write(self, batch: Batch, sections: int, budget: int | None) -> Frame:
-        """Put a batch into one frame of at most `budget` bytes."""
-        capacity = self.frame_bound([v.n for v in batch.vectors]) if budget is None else budget
-        buffer, writer = open_writer(capacity)
+    def write(self, batch: Batch, sections: int, room: Tensor, *, pad: bool = False) -> Frame:
+        """Put a batch into one frame, in the room given; `pad` fills the rest of that with zeros."""
+        writer = _native.Writer(room.data_ptr(), room.numel())
         put = put_native if self.native_for(batch.vectors) else put_torch
         reserves = self.reserves([v.n for v in batch.vectors])
         counts = [0] * sections
         for i, (vector, choice) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
             counts[batch.sections[i]] = put(writer, self.place(batch, i, reserves[i]), vector, choice)
         self.learn(batch)
-        data = buffer[: writer.finish(0)]
-        # A bound leaves most of its buffer unused, a budget little: only that may live as long as the frame.
-        return Frame(data.clone() if budget is None else data, counts=tuple(counts))
+        return Frame(room[: writer.finish(0, pad)], counts=tuple(counts))
 
     def reserves(self, sizes: Sequence[int]) -> list[int]:
         """Bytes to keep free at each section, so that later ones find room for headers and for whole tensors."""
         key = (isinstance(self.selection, RandomK), *sizes)
-        if self._reserves[0] != key:
+        if key not in self._reserves:
+            if len(self._reserves) > 100:
+                self._reserves.clear()
             reserves, later = [], 0
             for n in reversed(sizes):
                 reserves.append(later)
                 later += self._section_bound(n, 0)
-            self._reserves = key, reserves[::-1]
-        return self._reserves[1]
+            self._reserves[key] = reserves[::-1]
+        return self._reserves[key]
 
     def _section_bound(self, n: int, count: int) -> int:
         """Bytes that a tensor takes with up to `count` entries, or all if it is small."""

@@ -86,22 +86,40 @@ class FrameReader:
         return positions, values
 
 
-def sum_frames(
-    readers: Sequence[FrameReader],
-    outs: Sequence[Tensor],
-    weight: float = 1.0,
-    deals: Sequence[tuple[int, int]] | None = None,
-) -> None:
-    """outs = the weighted sum of all frames, added in their order, in one pass over the outs; zero elsewhere.
+class Frames:
+    """Validated frames that were received together, to be added up: one call for all of them.
 
-    With `deals`, (world, first) for each out, the i-th frame holds the i-th owner's share of it (see parts.py).
+    `numels` are the sizes of every frame's tensors, or a single list for all. FrameError if any byte is wrong.
     """
+
+    def __init__(self, messages: Sequence[Tensor], numels: Sequence[Sequence[int]], *, trailing: bool = False) -> None:
+        self._messages = [message.contiguous() for message in messages]  # the readers point into these bytes
+        described = [(message.data_ptr(), message.numel()) for message in self._messages]
+        self._frames = _native.Frames(described, numels, trailing)
+        self.lengths = self._frames.lengths
+        self.non_finite = self._frames.non_finite  # which frames say that their input was not finite
+
+    def sum_to(
+        self, outs: Sequence[Tensor], weight: float = 1.0, deals: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """outs = the weighted sum of all frames, added in their order, in one pass over the outs; zero elsewhere.
+
+        With `deals`, (world, first) for each out, the i-th frame holds the i-th owner's share of it (see parts.py).
+        """
+        self._frames.sum(_results(outs, deals), weight)
+
+
+def sum_frames(readers: Sequence[FrameReader], outs: Sequence[Tensor]) -> None:
+    """The same for frames that were received one by one."""
+    _native.sum_frames([reader._reader for reader in readers], _results(outs, None), 1.0)
+
+
+def _results(outs: Sequence[Tensor], deals: Sequence[tuple[int, int]] | None) -> list[tuple[int, int, int, int]]:
     for i, out in enumerate(outs):
         if out.dtype != torch.float32 or not out.is_contiguous() or out.device.type != "cpu":
             raise ValueError(f"tensor {i} must be contiguous float32 on the CPU to add frames to it")
     dealt = deals if deals is not None else [(1, 0)] * len(outs)
-    sums = [(out.data_ptr(), out.numel(), *deal) for out, deal in zip(outs, dealt, strict=True)]
-    _native.sum_frames([reader._reader for reader in readers], sums, weight)
+    return [(out.data_ptr(), out.numel(), *deal) for out, deal in zip(outs, dealt, strict=True)]
 
 
 # Ids of sections take two bytes up to this one.

@@ -77,23 +77,30 @@ def encode_parts(
     batch = codec.open(tensors, step=step, hold=hold)
     counts = [0] * len(tensors)
     if isinstance(batch, str):
-        return [_filled(part.room, empty_frame(batch)) for part in parts], counts
+        return [fill(part.room, empty_frame(batch)) for part in parts], counts
     writers = [_native.Writer(part.room.data_ptr(), part.room.numel()) for part in parts]
     native = codec.native_for(batch.vectors)
+    reserves = [_reserves(codec, part, batch.sections) for part in parts]
     for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
         at = batch.sections[i]
         deal = deals[at]
         if deal.world == 1:
             put = put_native if native else put_torch
-            place = codec.place(batch, i, parts[deal.first].reserves[at])
+            place = codec.place(batch, i, reserves[deal.first][i])
             counts[at] = put(writers[deal.first], place, vector, chosen)
         else:
             place = codec.place(batch, i, 0)
-            reserves = [part.reserves[at] for part in parts]
             dealt = _put_native if native and not isinstance(chosen.cut, Strata) else _put_torch
-            counts[at] = dealt(writers, reserves, place, vector, chosen, deal)
+            counts[at] = dealt(writers, [each[i] for each in reserves], place, vector, chosen, deal)
     codec.learn(batch)
     return [_finished(part.room, writer) for part, writer in zip(parts, writers, strict=True)], counts
+
+
+def _reserves(codec: Codec, part: Part, sections: list[int]) -> list[int]:
+    """Those of the part; anew if some tensors send nothing, whose room would stay empty."""
+    if len(sections) == len(part.shares):
+        return part.reserves
+    return codec.reserves([part.shares[at] for at in sections])
 
 
 def _put_native(
@@ -134,19 +141,23 @@ def _put_torch(
 
 
 def _finished(room: Tensor, writer: _native.Writer) -> Frame:
-    length = writer.finish(0)
-    room[length:].zero_()
-    return Frame(room[:length])
+    return Frame(room[: writer.finish(0, True)])
 
 
-def _filled(room: Tensor, frame: Frame) -> Frame:
+def fill(room: Tensor, frame: Frame) -> Frame:
+    """Copy a frame into a room, and zeros after it."""
     room[: len(frame)] = frame.data
     room[len(frame) :].zero_()
     return Frame(room[: len(frame)], frame.non_finite)
 
 
-def encode_leftover(codec: Codec, sums: Mapping[int, Tensor], names: Sequence[str], *, step: int, budget: int) -> Frame:
-    """Select from sums, by their section, which are changed in place to what does not travel; no memory takes part."""
+def encode_leftover(
+    codec: Codec, sums: Mapping[int, Tensor], names: Sequence[str], room: Tensor, *, step: int
+) -> Frame:
+    """Select from sums, by their section, which are changed in place to what does not travel; no memory takes part.
+
+    The frame is in the room given, followed by zeros.
+    """
     vectors = [Vector(t, None, 1.0, t, None) for t in sums.values()]
     batch: Batch = codec.choose([names[i] for i in sums], vectors, list(sums), step)
-    return codec.write(batch, len(names), budget)
+    return codec.write(batch, len(names), room, pad=True)

@@ -91,14 +91,18 @@ class Vector:
         return total.clamp_(-MOST, MOST)  # sums of finite values stay finite
 
     def settled(self) -> "Vector":
-        """The same vector with the sum already written to the memory."""
+        """The same vector, after writing the sum to the memory."""
         if self.memory is None:
             return self
         if self.gradient.device.type == "cpu":
             _native.accumulate(self.described)
         else:
             self.memory.copy_(self.accumulated())
-        return replace(self, gradient=self.memory, memory=None, decay=1.0)
+        return self.written()
+
+    def written(self) -> "Vector":
+        """The same vector whose sum is in the memory already."""
+        return self if self.memory is None else replace(self, gradient=self.memory, memory=None, decay=1.0)
 
 
 class Group(ABC):
@@ -109,7 +113,7 @@ class Group(ABC):
         self.n = sum(v.n for v in vectors)
 
     def settle(self) -> None:
-        """Add the gradients to the memories now: exact questions read every element more than once."""
+        """Add the gradients to the memories now: worth it where every element is read more than once."""
         self.vectors = [v.settled() for v in self.vectors]
 
     @abstractmethod
@@ -157,16 +161,17 @@ class NativeGroup(Group):
         return Histogram(taken, counts, low, high)
 
     def order_statistic(self, rank: int) -> tuple[float, int, int]:
-        self.settle()
         density = (rank + 1) / self.n
         if self.n > _LARGE and density <= _FEW:
             found = self._among_candidates(rank, density)
             if found is not None:
                 return found
+        if self.n > _LARGE:
+            self.settle()
         return _native.select([v.described for v in self.vectors], rank)
 
     def _among_candidates(self, rank: int, density: float) -> tuple[float, int, int] | None:
-        """Answer from the few magnitudes above a low sampled guess; None if the guess was bad."""
+        """Answer from the few magnitudes above a low sampled guess; None if the guess was bad. It settles the group."""
         wanted = int(min(self.n / 8, 1500 / density))
         margin = 1.0 + 4.0 / (wanted * density) ** 0.5
         (guess,) = self.sampled_thresholds([min(1.0, density * margin)], wanted, 0)
@@ -176,6 +181,7 @@ class NativeGroup(Group):
         for vector in self.vectors:
             at = candidates.data_ptr() + 4 * min(count, capacity)
             count += _native.collect_above(vector.described, guess, at, max(capacity - count, 0))
+        self.vectors = [v.written() for v in self.vectors]  # the same pass adds gradient and memory
         if not rank < count <= capacity:
             return None
         return _native.select([(candidates.data_ptr(), 0, 0, 1.0, count)], rank)
@@ -237,8 +243,13 @@ def _one_of_each(vector: Vector, stride: int, seed: int) -> Tensor:
     return replace(vector, gradient=vector.gradient.reshape(-1)[places], memory=memory).accumulated()
 
 
-def finite(tensor: Tensor) -> bool:
-    """Whether every element of a contiguous tensor is finite."""
-    if tensor.device.type != "cpu":
-        return bool(tensor.isfinite().all())
-    return _native.all_finite(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel())
+def first_not_finite(tensors: Sequence[Tensor]) -> int:
+    """Which of some contiguous tensors is the first that holds an infinity or a NaN; -1 if none does."""
+    if all(t.device.type == "cpu" for t in tensors):
+        return _native.first_not_finite([plain(t) for t in tensors])
+    return next((i for i, t in enumerate(tensors) if not t.isfinite().all()), -1)
+
+
+def plain(tensor: Tensor) -> tuple[int, int, int]:
+    """A contiguous CPU tensor as the kernels take it."""
+    return tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel()

@@ -163,16 +163,8 @@ def strata_positions(strata: Strata, n: int) -> Tensor:
     return places
 
 
-def open_writer(capacity: int) -> tuple[Tensor, _native.Writer]:
-    """A buffer and the writer that fills it."""
-    if capacity < _native.HEADER_BYTES:
-        raise ValueError(f"a budget of {capacity} bytes cannot hold a frame's header of {_native.HEADER_BYTES}")
-    buffer = torch.empty(capacity, dtype=torch.uint8)
-    return buffer, _native.Writer(buffer.data_ptr(), capacity)
-
-
 def empty_frame(culprit: str) -> Frame:
     """The frame that tells everybody of a non-finite input."""
     buffer = torch.empty(_native.HEADER_BYTES, dtype=torch.uint8)
-    _native.Writer(buffer.data_ptr(), len(buffer)).finish(1)
+    _native.Writer(buffer.data_ptr(), len(buffer)).finish(1, False)
     return Frame(buffer, non_finite=culprit)

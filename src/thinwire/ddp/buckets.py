@@ -3,14 +3,14 @@
 DDP's buffer is worked on in place where it is float32 on the CPU; otherwise a copy is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from thinwire import _native
-from thinwire.codec.vectors import DTYPES
+from thinwire.codec.vectors import plain
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class Opened:
         return self._buffer.dtype == torch.float16 and not bool(self._buffer.isfinite().all())
 
 
-def all_zero(gradient: Tensor) -> bool:
-    """Whether a gradient holds nothing at all."""
-    if gradient.device.type != "cpu":
-        return not bool(gradient.any())
-    return gradient.is_contiguous() and _native.all_zero(gradient.data_ptr(), DTYPES[gradient.dtype], gradient.numel())
+def without_gradient(gradients: Mapping[str, Tensor]) -> frozenset[str]:
+    """The names of those gradients that hold nothing at all."""
+    if all(g.device.type == "cpu" and g.is_contiguous() for g in gradients.values()):
+        names = list(gradients)
+        return frozenset(names[i] for i in _native.all_zero([plain(g) for g in gradients.values()]))
+    return frozenset(name for name, g in gradients.items() if not g.any())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
-from thinwire.ddp.buckets import Job, Opened, all_zero
+from thinwire.ddp.buckets import Job, Opened, without_gradient
 from thinwire.ddp.diagnose import Examiner, agree_on_every
 from thinwire.ddp.replicas import check_replicas, describe_failure
 from thinwire.ddp.states import load_link_state, mean_link_state, without_strangers
@@ -120,7 +120,7 @@ class Link:
 
     def _mean(self, gradients: dict[str, Tensor], outs: list[Tensor]) -> None:
         # A parameter without a gradient took no part here: DDP may drop what we would send for it.
-        hold = frozenset(name for name, g in gradients.items() if all_zero(g))
+        hold = without_gradient(gradients)
         bucket, examiner = Bucket(gradients, outs, self.step, hold), self._examiner
         if examiner is not None:
             examiner.before(gradients)

@@ -5,14 +5,14 @@ An exchange gets one bucket of gradients at a time, always in the same order on 
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import BLOCK, Frame
+from thinwire.codec.frame import BLOCK
 from thinwire.exchange.channel import Channel
 
 Groups = Callable[[list[list[int]]], list[Channel]]
@@ -92,24 +92,27 @@ class AgreedSizes:
 
     def __init__(self) -> None:
         self.sizes: dict[str, list[int]] = {}
-        self._guessed: set[tuple[str, int]] = set()
+        self._guessed: set[str] = set()
         self._used: dict[str, int] = {}
 
     def get(self, key: str, step: int, first: Callable[[], list[int]]) -> list[int]:
         """The sizes for a bucket; `first` guesses them before anything was seen."""
         if key not in self.sizes:
             self.sizes[key] = first()
-            self._guessed.update((key, place) for place in range(len(self.sizes[key])))
+            self._guessed.add(key)
         self._used[key] = step
         return self.sizes[key]
 
-    def learn(self, key: str, place: int, largest: int, slack: int) -> None:
-        """Note the largest message of a step, which all ranks know; a full one may lack `slack` bytes."""
-        size = self.sizes[key][place]
-        floor = 0 if (key, place) in self._guessed else int(0.9 * size)
-        self._guessed.discard((key, place))
-        full = largest + _NEARLY > size - slack
-        self.sizes[key][place] = int(size * 1.3) + slack if full else max(floor, int(largest * 1.04) + slack)
+    def learn(self, key: str, largest: Sequence[int], slacks: Sequence[int]) -> None:
+        """Note the largest messages of a step, which all ranks know; full ones may lack `slack` bytes."""
+        keep = 0.0 if key in self._guessed else 0.9
+        self._guessed.discard(key)
+        self.sizes[key] = [
+            int(size * 1.3) + slack
+            if most + _NEARLY > size - slack
+            else max(int(keep * size), int(most * 1.04) + slack)
+            for size, most, slack in zip(self.sizes[key], largest, slacks, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, list[int]]:
         """The sizes of the last step's buckets; those of buckets that DDP has regrouped since are out of date."""
@@ -136,11 +139,3 @@ def slack(codec: Codec, numels: list[int]) -> int:
     """
     blocks = sum(-(-n // BLOCK) for n in numels if n < codec.min_numel)
     return 32 + 2 * len(numels) + 2 * blocks
-
-
-def padded(frame: Frame, size: int) -> Tensor:
-    """The frame's bytes followed by zeros."""
-    message = frame.data.new_empty(size)
-    message[: len(frame)] = frame.data
-    message[len(frame) :].zero_()
-    return message

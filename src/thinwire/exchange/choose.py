@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from thinwire.codec.codec import Codec
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.dense import Dense
-from thinwire.exchange.gather import Gather
+from thinwire.exchange.gather import Gather, gathered_bytes
 from thinwire.exchange.scatter_reduce import ScatterReduce
 
 # Bytes per rank and step that ScatterReduce must save to be worth its second round: 8 ms at 500 Mbit/s.
@@ -20,8 +20,8 @@ NAMES: dict[str, type[Exchange]] = {"dense": Dense, "gather": Gather, "scatter-r
 def choose_exchange(codec: Codec, sizes: Mapping[str, int], world: int) -> tuple[Exchange, str]:
     """An exchange and the reason for it."""
     numels = list(sizes.values())
-    frame = codec.frame_bound(numels, codec.expected_counts(numels))
-    gather, scatter = frame * (world - 1), int(2.2 * frame)
+    gather = gathered_bytes(codec, numels, world)
+    scatter = int(2.2 * gather / max(world - 1, 1))
     dense = 8 * sum(numels) * (world - 1) // max(world, 1)
     kb = f"{gather / 1e3:,.0f} kB a step and rank gathered, {scatter / 1e3:,.0f} scattered, {dense / 1e3:,.0f} dense"
     if not codec.selection.foreseen:
@@ -29,5 +29,5 @@ def choose_exchange(codec: Codec, sizes: Mapping[str, int], world: int) -> tuple
     if world > 1 and min(gather, scatter) >= dense:
         return Dense(), f"dense: the frames would be no smaller ({kb})"
     if gather - scatter > _WORTH:
-        return ScatterReduce(), f"scatter-reduce: {kb}"
+        return ScatterReduce(gather_below=_WORTH), f"scatter-reduce: {kb}"
     return Gather(), f"gather: {kb}"

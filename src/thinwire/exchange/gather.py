@@ -5,12 +5,27 @@ The least latency, one collective; the volume grows with the number of ranks.
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame, FrameReader, sum_frames
-from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
+from thinwire.codec.frame import Frame, FrameReader, Frames, sum_frames
+from thinwire.codec.parts import Deal, Part, encode_parts
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a bucket's tensors make certain for all steps."""
+
+    names: list[str]
+    numels: list[int]
+    deals: list[Deal]  # everything is in one frame
+    reserves: list[int]
+    slack: int
 
 
 class Gather(Exchange):
@@ -18,6 +33,7 @@ class Gather(Exchange):
 
     def __init__(self) -> None:
         self._sizes = AgreedSizes()
+        self._plans: dict[str, _Plan] = {}
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
@@ -26,33 +42,40 @@ class Gather(Exchange):
         return [self._channel]
 
     def mean(self, bucket: Bucket) -> Outcome:
-        numels = bucket.numels
-        (size,) = self._sizes.get(bucket.key, bucket.step, lambda: [first_size(self._codec, numels, bucket.step)])
+        key = bucket.key
+        if key not in self._plans:
+            self._plans[key] = self._plan(bucket)
+        plan = self._plans[key]
+        (size,) = self._sizes.get(key, bucket.step, lambda: [first_size(self._codec, plan.numels, bucket.step)])
         # 1. Encode what travels; the rest stays in the memory.
         began = time.perf_counter()
-        frame = self._codec.encode(bucket.gradients, step=bucket.step, budget=size, hold=bucket.hold)
+        part = Part(torch.empty(size, dtype=torch.uint8), plan.numels, plan.reserves)
+        (frame,), counts = encode_parts(
+            self._codec, bucket.gradients, plan.deals, [part], step=bucket.step, hold=bucket.hold
+        )
         compress = time.perf_counter() - began
         # 2. Everybody's frame, to everybody.
-        messages = self._channel.all_gather(padded(frame, size))
+        messages = self._channel.all_gather(part.room)
         # 3. Add them up, in rank order: the same bits everywhere.
         began = time.perf_counter()
-        readers = [FrameReader(message, numels, trailing=True) for message in messages]
-        bad = [rank for rank, reader in enumerate(readers) if reader.non_finite]
-        if not bad:
-            largest = max(reader.length for reader in readers)
-            self._sizes.learn(bucket.key, 0, largest, slack(self._codec, numels))
-            sum_frames(readers, bucket.outs, 1.0 / self._channel.world)
+        frames = Frames(messages, [plan.numels], trailing=True)
+        if not frames.non_finite:
+            self._sizes.learn(key, [max(frames.lengths)], [plan.slack])
+            frames.sum_to(bucket.outs, 1.0 / self._channel.world)
         decode = time.perf_counter() - began
-        names = list(bucket.gradients)
-        counts = dict(zip(names, frame.counts, strict=True)) if frame.counts else {}
         return Outcome(
-            bad,
-            counts,
+            frames.non_finite,
+            dict(zip(plan.names, counts, strict=True)) if frame.non_finite is None else {},
             compress,
             decode,
-            undo=lambda: give_back(self._codec, names, numels, frame),
-            sent=lambda outs: sum_frames([FrameReader(frame, numels)], outs),
+            undo=lambda: give_back(self._codec, plan.names, plan.numels, frame),
+            sent=lambda outs: sum_frames([FrameReader(frame, plan.numels)], outs),
         )
+
+    def _plan(self, bucket: Bucket) -> _Plan:
+        numels, codec = bucket.numels, self._codec
+        names, deals = list(bucket.gradients), [Deal(1, 0)] * len(numels)
+        return _Plan(names, numels, deals, codec.reserves(numels), slack(codec, numels))
 
     def state_dict(self) -> dict[str, Any]:
         return {"sizes": self._sizes.state_dict()}
@@ -69,3 +92,8 @@ def give_back(codec: Codec, names: list[str], numels: list[int], frame: Frame) -
     reader = FrameReader(frame, numels)
     for section in reader.sections:
         codec.give_back(names[section.id], *reader.entries(section))
+
+
+def gathered_bytes(codec: Codec, numels: list[int], world: int) -> int:
+    """What a rank is expected to send to all others, as its codec begins."""
+    return codec.frame_bound(numels, codec.expected_counts(numels)) * (world - 1)

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame, FrameReader, sum_frames
+from thinwire.codec.frame import Frame, FrameReader, Frames
 from thinwire.codec.memory import Drop
-from thinwire.codec.parts import Deal, Part, encode_leftover, encode_parts
+from thinwire.codec.parts import Deal, Part, encode_leftover, encode_parts, fill
 from thinwire.codec.writing import empty_frame
-from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, padded, slack
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
+from thinwire.exchange.gather import Gather, gathered_bytes
 
 # Smaller tensors have one owner: cutting them up would cost more in headers than it balances.
 _CUT_FROM = 1 << 15
@@ -55,19 +56,27 @@ class _Plan:
     slacks: list[int]  # by owner: see `slack`
     own: Tensor  # room for the part that stays here: it goes over no wire, so that it may hold everything
     sums: list[Tensor]  # this rank's share of every tensor
+    dealt: list[tuple[int, int]]  # the deals as the kernels take them
     places: dict[int, Tensor] = field(default_factory=dict)  # of the sums' elements in the whole tensors, if asked for
 
 
 class ScatterReduce(Exchange):
-    """All-to-all of parts, a second selection by the owners, all-gather of the results."""
+    """All-to-all of parts, a second selection by the owners, all-gather of the results.
 
-    def __init__(self) -> None:
+    Buckets whose frames of all ranks together are below `gather_below` bytes are gathered: one round instead of two.
+    """
+
+    def __init__(self, *, gather_below: int = 0) -> None:
+        self._gather_below = gather_below
+        self._gather = Gather()
+        self._small: dict[str, bool] = {}  # whether a bucket is gathered
         self._parts = AgreedSizes()
         self._results = AgreedSizes()
         self._plans: dict[str, _Plan] = {}
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
+        self._gather.setup(channel, codec, sizes, groups)
         # A rank sends (world - 1) / world of its entries to others: the results fill that up to twice the entries,
         # so that few ranks keep more of the sum, and the volume is the same for any number of them.
         world = channel.world
@@ -81,6 +90,10 @@ class ScatterReduce(Exchange):
 
     def mean(self, bucket: Bucket) -> Outcome:
         channel, key = self._channel, bucket.key
+        if key not in self._small:
+            self._small[key] = gathered_bytes(self._codec, bucket.numels, channel.world) < self._gather_below
+        if self._small[key]:
+            return self._gather.mean(bucket)
         if key not in self._plans:
             self._plans[key] = self._plan(bucket)
         plan = self._plans[key]
@@ -102,11 +115,10 @@ class ScatterReduce(Exchange):
         received[channel.rank] = frames[channel.rank].data
         # 3. Add up the own share in rank order, select again; what is rejected stays here.
         began = time.perf_counter()
-        result, news = self._reduce(bucket, plan, received, sizes[channel.rank])
+        answer = torch.empty(_PREFIX.size + sizes[channel.rank], dtype=torch.uint8)
+        result = self._reduce(bucket, plan, received, answer)
         compress += time.perf_counter() - began
         # 4. Results, to everybody.
-        prefix = torch.frombuffer(bytearray(_PREFIX.pack(*news)), dtype=torch.uint8)
-        answer = torch.cat([prefix, padded(result, sizes[channel.rank])])
         answers = channel.all_gather_uneven(answer, [_PREFIX.size + size for size in sizes])
         # 5. Read them: the same bits everywhere.
         began = time.perf_counter()
@@ -132,7 +144,8 @@ class ScatterReduce(Exchange):
         sums = list(torch.split(torch.empty(sum(mine)), mine))
         slacks = [slack(codec, [n for n in each if n]) for each in shares]
         own = torch.empty(room, dtype=torch.uint8)
-        return _Plan(list(bucket.gradients), deals, shares, reserves, slacks, own, sums)
+        dealt = [(deal.world, deal.first) for deal in deals]
+        return _Plan(list(bucket.gradients), deals, shares, reserves, slacks, own, sums, dealt)
 
     def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
         """Entries may crowd in one share: room for twice as many as an even spread gives."""
@@ -145,22 +158,21 @@ class ScatterReduce(Exchange):
     def _first_results(self, bucket: Bucket, plan: _Plan) -> list[int]:
         return [first_size(self._second, each, bucket.step) for each in plan.shares]
 
-    def _reduce(
-        self, bucket: Bucket, plan: _Plan, received: list[Tensor], budget: int
-    ) -> tuple[Frame, tuple[int, int]]:
-        """The own share's result, and what its prefix says."""
+    def _reduce(self, bucket: Bucket, plan: _Plan, received: list[Tensor], answer: Tensor) -> Frame:
+        """Fill the answer with the own share's result, after a prefix."""
         rank = self._channel.rank
-        readers = [FrameReader(message, plan.shares[rank], trailing=True) for message in received]
-        largest = max((reader.length for r, reader in enumerate(readers) if r != rank), default=0)
-        bad = next((r for r, reader in enumerate(readers) if reader.non_finite), -1)
-        sum_frames(readers, plan.sums)
-        if bad >= 0:
-            result = empty_frame(str(bad))
+        frames = Frames(received, [plan.shares[rank]], trailing=True)
+        largest = max((length for r, length in enumerate(frames.lengths) if r != rank), default=0)
+        frames.sum_to(plan.sums)
+        room = answer[_PREFIX.size :]
+        if frames.non_finite:
+            result = fill(room, empty_frame(str(frames.non_finite[0])))
         else:
             sums = {i: total for i, total in enumerate(plan.sums) if total.numel()}
-            result = encode_leftover(self._second, sums, plan.names, step=bucket.step, budget=budget)
+            result = encode_leftover(self._second, sums, plan.names, room, step=bucket.step)
+        _PREFIX.pack_into(answer.numpy().data, 0, largest, 1 + frames.non_finite[0] if frames.non_finite else 0)
         self._keep(bucket, plan)
-        return result, (largest, bad + 1)
+        return result
 
     def _keep(self, bucket: Bucket, plan: _Plan) -> None:
         """Add what is left of the sums to the memory."""
@@ -184,17 +196,14 @@ class ScatterReduce(Exchange):
     def _read(self, bucket: Bucket, plan: _Plan, answers: list[Tensor]) -> list[int]:
         """Write the mean to the outs; or the ranks that were not finite."""
         key, world = bucket.key, self._channel.world
-        prefixes = [_PREFIX.unpack(answer[: _PREFIX.size].numpy().tobytes()) for answer in answers]
+        prefixes = [_PREFIX.unpack_from(answer.numpy().data) for answer in answers]
         bad = {culprit - 1 for _, culprit in prefixes if culprit}
         if bad:
             return sorted(bad)
-        readers = []
-        for owner, answer in enumerate(answers):
-            reader = FrameReader(answer[_PREFIX.size :], plan.shares[owner], trailing=True)
-            self._parts.learn(key, owner, prefixes[owner][0], plan.slacks[owner])
-            self._results.learn(key, owner, reader.length, plan.slacks[owner])
-            readers.append(reader)
-        sum_frames(readers, bucket.outs, 1.0 / world, [(deal.world, deal.first) for deal in plan.deals])
+        frames = Frames([answer[_PREFIX.size :] for answer in answers], plan.shares, trailing=True)
+        self._parts.learn(key, [largest for largest, _ in prefixes], plan.slacks)
+        self._results.learn(key, frames.lengths, plan.slacks)
+        frames.sum_to(bucket.outs, 1.0 / world, plan.dealt)
         return []
 
     def _give_back(self, plan: _Plan, numels: list[int], result: Frame) -> None:
@@ -206,18 +215,19 @@ class ScatterReduce(Exchange):
 
     def state_dict(self) -> dict[str, Any]:
         parts, results = self._parts.state_dict(), self._results.state_dict()
-        return {"parts": parts, "results": results, "second": self._second.state_dict()}
+        gathered = {"gather": self._gather.state_dict()} if self._gather_below else {}
+        return {"parts": parts, "results": results, "second": self._second.state_dict(), **gathered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._gather.load_state_dict(state.get("gather", {}))
         self._parts.load_state_dict(state.get("parts", {}))
         self._results.load_state_dict(state.get("results", {}))
         self._second.load_state_dict(state.get("second", self._second.fresh().state_dict()))
 
     def __repr__(self) -> str:
-        return "ScatterReduce()"
+        return f"ScatterReduce(gather_below={self._gather_below})" if self._gather_below else "ScatterReduce()"
 
 
 def _write_sent(plan: _Plan, frames: Sequence[Frame], outs: list[Tensor]) -> None:
     """All owners' parts of what a rank sent."""
-    readers = [FrameReader(frame, shares) for frame, shares in zip(frames, plan.shares, strict=True)]
-    sum_frames(readers, outs, 1.0, [(deal.world, deal.first) for deal in plan.deals])
+    Frames([frame.data for frame in frames], plan.shares).sum_to(outs, 1.0, plan.dealt)

@@ -48,9 +48,7 @@ class Training:
     def __init__(self, recipe: Recipe, splits: Splits, plan: Plan, method: str, seed: int) -> None:
         self.recipe, self.splits, self.plan, self.method, self.seed = recipe, splits, plan, method, seed
         self.rank = dist.get_rank()
-        self.model = DistributedDataParallel(
-            recipe.build(seed), bucket_cap_mb=1000.0 if single_bucket(method) else 25.0
-        )
+        self.model = DistributedDataParallel(recipe.build(seed), bucket_cap_mb=1000 if single_bucket(method) else None)
         # DGC applies the momentum before sending: the optimizer must not apply it again.
         ours = applies_momentum(method)
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)

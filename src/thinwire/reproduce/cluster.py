@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame, FrameReader, sum_frames
+from thinwire.codec.frame import Frame, Frames
 from thinwire.codec.memory import MomentumResidual
 from thinwire.errors import ThinwireError
 from thinwire.recipes.recipe import DataOrder, Recipe, Split, classify
@@ -124,11 +124,11 @@ class Cluster:
         else:
             sent = list(self._pool.map(self._compute_and_encode, workers))
         self.frames = [frame for _, frame in sent]
-        readers = [FrameReader(frame, self.numels) for frame in self.frames]
+        together = Frames([frame.data for frame in self.frames], [self.numels])
         outs = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self.parameters]
-        if any(reader.non_finite for reader in readers):
+        if together.non_finite:
             return Stepped(math.nan, 0.0, 0.0)
-        sum_frames(readers, outs, 1.0 / len(workers))
+        together.sum_to(outs, 1.0 / len(workers))
         for parameter, out in zip(self.parameters, outs, strict=True):
             parameter.grad = out
         count = len(workers)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codec.frame import FrameReader, sum_frames
-from thinwire.codec.vectors import finite
+from thinwire.codec.vectors import first_not_finite
 from thinwire.server.layers import Layout, flat, trained
 from thinwire.server.lossy import Arrived
 
@@ -81,7 +81,7 @@ class Aggregator:
             share = len(slots) if workers is None else max(workers, 1)
             for gradient in gradients:
                 gradient.div_(share)
-        if not all(finite(gradient) for gradient in gradients):
+        if first_not_finite(gradients) >= 0:
             log.warning("the gradients of a step add up to more than a float32 holds: they are left out")
             return
         # One step of the optimizer on this part: it passes over parameters without a gradient.

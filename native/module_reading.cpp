@@ -1,0 +1,173 @@
+// The part of the Python module that reads: frames, shards and sums of them.
+#include "bindings.hpp"
+#include "reader.hpp"
+#include "shards.hpp"
+#include "sum.hpp"
+
+namespace {
+
+void bind_reader(nb::module_& m) {
+  nb::class_<Section>(m, "Section")
+      .def_ro("id", &Section::id)
+      .def_ro("numel", &Section::numel)
+      .def_ro("count", &Section::count)
+      .def_prop_ro("format", [](const Section& s) { return int(s.format); })
+      .def_prop_ro("strata", [](const Section& s) { return s.indexing == Indexing::strata; });
+  nb::class_<Reader>(m, "Reader")
+      .def("__init__",
+           [](Reader* self, Address frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {
+             nb::gil_scoped_release release;
+             new (self) Reader(at<const uint8_t>(frame), size, numels, trailing);
+           })
+      .def_prop_ro("sections", &Reader::sections)
+      .def_prop_ro("length", &Reader::length)
+      .def_prop_ro("non_finite", [](const Reader& r) { return (r.flags() & kNonFinite) != 0; })
+      .def("add",
+           [](const Reader& r, const Section& s, Address out, float weight) {
+             if (!r.owns(s)) throw std::invalid_argument("the section belongs to another frame");
+             nb::gil_scoped_release release;
+             r.add(s, at<float>(out), weight);
+           })
+      .def("entries", [](const Reader& r, const Section& s, Address positions, Address values) {
+        if (!r.owns(s)) throw std::invalid_argument("the section belongs to another frame");
+        nb::gil_scoped_release release;
+        r.entries(s, at<uint64_t>(positions), at<float>(values));
+      });
+}
+
+// The bytes of several buffers, one after the other, and the size of each.
+std::pair<std::vector<uint8_t>, std::vector<size_t>> joined(const nb::sequence& buffers) {
+  std::pair<std::vector<uint8_t>, std::vector<size_t>> found;
+  for (nb::handle each : buffers) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(each.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+    const auto* bytes = static_cast<const uint8_t*>(view.buf);
+    found.first.insert(found.first.end(), bytes, bytes + view.len);
+    found.second.push_back(size_t(view.len));
+    PyBuffer_Release(&view);
+  }
+  return found;
+}
+
+void bind_shards(nb::module_& m) {
+  nb::class_<ShardWriter>(m, "ShardWriter")
+      .def(nb::init<size_t, bool>())
+      .def("add_selected",
+           [](ShardWriter& w, uint32_t tensor, const Described& d, Address held, Address mask, float threshold,
+              uint64_t ties, int format, bool stochastic, uint64_t seed) {
+             nb::gil_scoped_release release;
+             const Vector v = vector_of(d);
+             return plain(w.add_selected(tensor, v.source, v.n, {at<float>(held), at<float>(mask)}, {threshold, ties},
+                                         Format(format), {stochastic, seed, 0}));
+           })
+      .def("add_entries",
+           [](ShardWriter& w, uint32_t tensor, Address positions, Address values, uint64_t count, size_t n,
+              Address sent, int format, bool stochastic, uint64_t seed) {
+             nb::gil_scoped_release release;
+             w.add_entries(tensor, at<const uint64_t>(positions), at<const float>(values), count, n, at<float>(sent),
+                           Format(format), {stochastic, seed, 0});
+           })
+      .def("finish", [](ShardWriter& w) {
+        nb::list shards;
+        for (const auto& shard : w.finish()) shards.append(nb::bytes(shard.data(), shard.size()));
+        return shards;
+      });
+  nb::class_<ShardReader>(m, "ShardReader")
+      .def("__init__",
+           [](ShardReader* self, const nb::sequence& shards, const std::vector<uint64_t>& numels, bool exact) {
+             auto [bytes, sizes] = joined(shards);
+             nb::gil_scoped_release release;
+             new (self) ShardReader(std::move(bytes), sizes, numels, exact);
+           })
+      .def_prop_ro("pieces",
+                   [](const ShardReader& r) {
+                     std::vector<std::tuple<uint32_t, uint64_t>> found;
+                     for (const auto& piece : r.pieces()) found.emplace_back(piece.tensor, piece.section->count);
+                     return found;
+                   })
+      .def("add",
+           [](const ShardReader& r, const std::vector<Address>& outs, float weight) {
+             nb::gil_scoped_release release;
+             std::vector<float*> rows;
+             for (const Address out : outs) rows.push_back(at<float>(out));
+             r.add(rows, weight);
+           })
+      .def("entries", [](const ShardReader& r, size_t piece, Address positions, Address values) {
+        nb::gil_scoped_release release;
+        r.entries(r.pieces().at(piece), at<uint64_t>(positions), at<float>(values));
+      });
+}
+
+// (address, n, world, first) of each result.
+using Results = std::vector<std::tuple<Address, uint64_t, uint64_t, uint64_t>>;
+
+std::vector<Sum> sums_of(const Results& results) {
+  std::vector<Sum> sums;
+  for (const auto& [out, n, world, first] : results) sums.push_back({at<float>(out), n, {world, first}});
+  return sums;
+}
+
+// Frames that were received together, read and added up in one call each.
+struct Frames {
+  std::vector<Reader> readers;
+};
+
+void bind_frames(nb::module_& m) {
+  nb::class_<Frames>(m, "Frames")
+      .def("__init__",
+           [](Frames* self, const std::vector<std::tuple<Address, size_t>>& messages,
+              const std::vector<std::vector<uint64_t>>& numels, bool trailing) {
+             if (numels.size() != 1 && numels.size() != messages.size())
+               throw std::invalid_argument("every frame has its sizes, or all the same");
+             nb::gil_scoped_release release;
+             Frames frames;
+             for (size_t i = 0; i < messages.size(); ++i) {
+               const auto& [frame, size] = messages[i];
+               frames.readers.emplace_back(at<const uint8_t>(frame), size, numels[i % numels.size()], trailing);
+             }
+             new (self) Frames(std::move(frames));
+           })
+      .def_prop_ro("lengths",
+                   [](const Frames& f) {
+                     std::vector<size_t> found;
+                     for (const Reader& r : f.readers) found.push_back(r.length());
+                     return found;
+                   })
+      .def_prop_ro("non_finite",
+                   [](const Frames& f) {
+                     std::vector<size_t> found;
+                     for (size_t i = 0; i < f.readers.size(); ++i)
+                       if (f.readers[i].flags() & kNonFinite) found.push_back(i);
+                     return found;
+                   })
+      .def("sum", [](const Frames& f, const Results& results, float weight) {
+        nb::gil_scoped_release release;
+        std::vector<const Reader*> frames;
+        for (const Reader& r : f.readers) frames.push_back(&r);
+        sum_frames(frames, sums_of(results), weight);
+      });
+}
+
+void bind_sums(nb::module_& m) {
+  m.attr("DEAL") = kDeal;
+  m.def("share_of", [](uint64_t n, uint64_t world, uint64_t first, uint64_t owner) {
+    return Deal{world, first}.share(n, owner);
+  });
+  m.def("sum_frames", [](const std::vector<const Reader*>& frames, const Results& results, float weight) {
+    nb::gil_scoped_release release;
+    sum_frames(frames, sums_of(results), weight);
+  });
+  m.def("add_share", [](Address whole, uint64_t n, uint64_t world, uint64_t first, uint64_t owner, Address share) {
+    nb::gil_scoped_release release;
+    add_share(at<float>(whole), n, {world, first}, owner, at<const float>(share));
+  });
+}
+
+}  // namespace
+
+void bind_reading(nb::module_& m) {
+  bind_reader(m);
+  bind_shards(m);
+  bind_frames(m);
+  bind_sums(m);
+}
