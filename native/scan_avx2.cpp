@@ -43,15 +43,19 @@ inline __m256 load8(const void* p, size_t i) {
 }
 
 template <Dtype D, bool Memory, bool Decay>
+inline __m256 accumulated8(const Source& s, size_t i, __m256 decay) {
+  const __m256 x = load8<D>(s.gradient, i);
+  if constexpr (!Memory) return x;
+  __m256 r = _mm256_loadu_ps(s.memory + i);
+  if constexpr (Decay) r = _mm256_mul_ps(r, decay);
+  const __m256 most = _mm256_set1_ps(kMost), least = _mm256_set1_ps(-kMost);
+  return _mm256_max_ps(_mm256_min_ps(_mm256_add_ps(r, x), most), least);
+}
+
+template <Dtype D, bool Memory, bool Decay>
 inline __m256 accumulate8(const Source& s, size_t i, __m256 decay) {
-  __m256 x = load8<D>(s.gradient, i);
-  if constexpr (Memory) {
-    __m256 r = _mm256_loadu_ps(s.memory + i);
-    if constexpr (Decay) r = _mm256_mul_ps(r, decay);
-    const __m256 most = _mm256_set1_ps(kMost), least = _mm256_set1_ps(-kMost);
-    x = _mm256_max_ps(_mm256_min_ps(_mm256_add_ps(r, x), most), least);
-    _mm256_storeu_ps(s.memory + i, x);
-  }
+  const __m256 x = accumulated8<D, Memory, Decay>(s, i, decay);
+  if constexpr (Memory) _mm256_storeu_ps(s.memory + i, x);
   return x;
 }
 
@@ -130,6 +134,34 @@ size_t scan_avx2(const Source& s, size_t begin, size_t length, float threshold, 
     if (!s.memory) return with_ties<D, false, false>(s, begin, length, threshold, ties, offsets, values);
     if (s.decay == 1.0f) return with_ties<D, true, false>(s, begin, length, threshold, ties, offsets, values);
     return with_ties<D, true, true>(s, begin, length, threshold, ties, offsets, values);
+  });
+}
+
+namespace {
+
+template <Dtype D, bool Memory, bool Decay>
+size_t line_as(const Source& s, size_t begin, uint32_t floor, uint32_t* out) {
+  const __m256 decay = _mm256_set1_ps(s.decay);
+  const __m256i below = _mm256_set1_epi32(int(floor) - 1);  // magnitudes' bits order as signed numbers do
+  const __m256i absolute = _mm256_set1_epi32(0x7fffffff);
+  size_t kept = 0;
+  for (size_t i = begin; i < begin + kLine; i += 8) {
+    const __m256i bits = _mm256_and_si256(_mm256_castps_si256(accumulated8<D, Memory, Decay>(s, i, decay)), absolute);
+    const auto mask = uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bits, below))));
+    const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(permutations.lane[mask]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + kept), _mm256_permutevar8x32_epi32(bits, order));
+    kept += size_t(_mm_popcnt_u32(mask));
+  }
+  return kept;
+}
+
+}  // namespace
+
+size_t line_above_avx2(const Source& s, size_t begin, uint32_t floor, uint32_t* out) {
+  return with_dtype(s.dtype, [&]<Dtype D>() {
+    if (!s.memory) return line_as<D, false, false>(s, begin, floor, out);
+    if (s.decay == 1.0f) return line_as<D, true, false>(s, begin, floor, out);
+    return line_as<D, true, true>(s, begin, floor, out);
   });
 }
 

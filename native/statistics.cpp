@@ -10,7 +10,6 @@ namespace thinwire {
 namespace {
 
 constexpr size_t kCached = 16;  // floats of a cache line
-constexpr size_t kLine = 2 * kCached;  // that a sample takes side by side: lines are fetched in pairs
 
 template <Dtype D, bool Memory>
 inline float element(const Source& s, size_t i) {
@@ -58,7 +57,8 @@ auto with_source(const Source& s, F&& f) {
   });
 }
 
-// Calls visit(bits, n) with the bits of the magnitudes of about `wanted` elements, an even share of each vector.
+// Calls visit.operator()<D, Memory>(source, begin, n) for about `wanted` elements, an even share of each vector, in
+// lines of which the last may have fewer elements.
 template <class Visit>
 void visit_sample(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, Visit&& visit) {
   uint64_t all = 0;
@@ -69,15 +69,8 @@ void visit_sample(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t 
     with_source(v.source, [&]<Dtype D, bool Memory>() {
       const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
       for_sample(v.n, share, mix(seed + j), prefetch, [&](size_t begin, size_t end) {
-        for (; begin < end; begin += kLine) {
-          uint32_t bits[kLine];
-          const size_t n = std::min(kLine, end - begin);
-          if (n == kLine)
-            for (size_t i = 0; i < kLine; ++i) bits[i] = magnitude_bits(element<D, Memory>(v.source, begin + i));
-          else
-            for (size_t i = 0; i < n; ++i) bits[i] = magnitude_bits(element<D, Memory>(v.source, begin + i));
-          visit(bits, n);
-        }
+        for (; begin < end; begin += kLine)
+          visit.template operator()<D, Memory>(v.source, begin, std::min(kLine, end - begin));
       });
     });
   }
@@ -92,12 +85,20 @@ struct Largest {
 Largest above_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, uint32_t floor) {
   Largest found;
   size_t kept = 0;
-  visit_sample(vectors, wanted, seed, [&](const uint32_t* bits, size_t n) {
+  [[maybe_unused]] const bool wide = avx2_in_use();
+  visit_sample(vectors, wanted, seed, [&]<Dtype D, bool Memory>(const Source& s, size_t begin, size_t n) {
     found.taken += n;
-    uint32_t most = 0;
+    if (found.bits.size() < kept + kLine + kSlack) found.bits.resize(2 * kept + 4096);
+#if defined(__x86_64__)
+    if (wide && n == kLine) {
+      kept += line_above_avx2(s, begin, floor, found.bits.data() + kept);
+      return;
+    }
+#endif
+    uint32_t bits[kLine], most = 0;
+    for (size_t i = 0; i < n; ++i) bits[i] = magnitude_bits(element<D, Memory>(s, begin + i));
     for (size_t i = 0; i < n; ++i) most = std::max(most, bits[i]);
     if (most < floor) return;
-    if (found.bits.size() < kept + kLine + 1) found.bits.resize(2 * kept + 4096);
     for (size_t i = 0; i < n; ++i) {  // without a branch: one place more is always there to write to
       found.bits[kept] = bits[i];
       kept += bits[i] >= floor;

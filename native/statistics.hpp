@@ -44,4 +44,8 @@ bool all_zero(const void* data, Dtype, size_t n);
 bool all_finite(const void* data, Dtype, size_t n);
 bool all_finite_avx2(const void* data, Dtype, size_t n);
 
+constexpr size_t kLine = 32;  // elements that a sample takes side by side: two cache lines, which are fetched in pairs
+// The bits of those magnitudes of a line that are `floor` or more; `out` needs kLine + kSlack places.
+size_t line_above_avx2(const Source&, size_t begin, uint32_t floor, uint32_t* out);
+
 }  // namespace thinwire
