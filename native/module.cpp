@@ -131,6 +131,7 @@ void bind_writer(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a link that lives until the end of the process is no leak
   m.doc() = "thinwire's kernels: selection, quantisation, frames";
   m.def("avx2", [](bool on) { use_avx2(on); });
   m.def("avx2_in_use", &avx2_in_use);

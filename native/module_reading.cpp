@@ -107,43 +107,46 @@ std::vector<Sum> sums_of(const Results& results) {
   return sums;
 }
 
-// Frames that were received together, read and added up in one call each.
+// Frames that were received together, read and added up in one call each; one object serves step after step.
 struct Frames {
   std::vector<Reader> readers;
+  size_t count = 0;  // of the readers that hold a frame
 };
 
 void bind_frames(nb::module_& m) {
   nb::class_<Frames>(m, "Frames")
-      .def("__init__",
-           [](Frames* self, const std::vector<std::tuple<Address, size_t>>& messages,
+      .def(nb::init<>())
+      .def("read",
+           [](Frames& f, const std::vector<std::tuple<Address, size_t>>& messages,
               const std::vector<std::vector<uint64_t>>& numels, bool trailing) {
              if (numels.size() != 1 && numels.size() != messages.size())
                throw std::invalid_argument("every frame has its sizes, or all the same");
              nb::gil_scoped_release release;
-             Frames frames;
+             f.count = 0;
+             if (f.readers.size() < messages.size()) f.readers.resize(messages.size());
              for (size_t i = 0; i < messages.size(); ++i) {
                const auto& [frame, size] = messages[i];
-               frames.readers.emplace_back(at<const uint8_t>(frame), size, numels[i % numels.size()], trailing);
+               f.readers[i].read(at<const uint8_t>(frame), size, numels[i % numels.size()], trailing);
              }
-             new (self) Frames(std::move(frames));
+             f.count = messages.size();
            })
       .def_prop_ro("lengths",
                    [](const Frames& f) {
                      std::vector<size_t> found;
-                     for (const Reader& r : f.readers) found.push_back(r.length());
+                     for (size_t i = 0; i < f.count; ++i) found.push_back(f.readers[i].length());
                      return found;
                    })
       .def_prop_ro("non_finite",
                    [](const Frames& f) {
                      std::vector<size_t> found;
-                     for (size_t i = 0; i < f.readers.size(); ++i)
+                     for (size_t i = 0; i < f.count; ++i)
                        if (f.readers[i].flags() & kNonFinite) found.push_back(i);
                      return found;
                    })
       .def("sum", [](const Frames& f, const Results& results, float weight) {
         nb::gil_scoped_release release;
         std::vector<const Reader*> frames;
-        for (const Reader& r : f.readers) frames.push_back(&r);
+        for (size_t i = 0; i < f.count; ++i) frames.push_back(&f.readers[i]);
         sum_frames(frames, sums_of(results), weight);
       });
 }

@@ -56,7 +56,11 @@ class Reader::Cursor {
   const uint8_t* end_;
 };
 
-Reader::Reader(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {
+void Reader::read(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {
+  sections_.clear();
+  blocks_.clear();
+  positions32_.clear();
+  positions64_.clear();
   read_header(frame, size, trailing);
   Cursor cursor(frame + kHeaderBytes, frame + length_);
   int64_t last_id = -1;

@@ -44,7 +44,12 @@ class Reader {
 
   // numels: the sizes of the tensors that the receiver expects, by id. Throws FrameFault.
   // trailing: bytes after the frame are allowed (padding of collectives of a fixed size).
-  Reader(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing);
+  Reader(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {
+    read(frame, size, numels, trailing);
+  }
+  // For one that is used again and again, and keeps its memory: it holds nothing before, and after a fault.
+  Reader() = default;
+  void read(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing);
 
   const std::vector<Section>& sections() const { return sections_; }
   uint8_t flags() const { return flags_; }

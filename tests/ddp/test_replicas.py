@@ -37,6 +37,28 @@ def mixed(rank: int, steps: int) -> tuple[list[int], list[bool], float]:
     return jobs.digest(model), small, jobs.accuracy(model)
 
 
+def test_a_bucket_that_outgrows_the_limit_is_scattered_from_then_on(cluster: Cluster) -> None:
+    results = cluster.run(growing, 2)
+    assert results[0] == results[1]
+    _, before, after = results[0]
+    assert before == (0, 1)
+    assert after == (1, 0)
+
+
+def growing(rank: int) -> tuple[list[int], tuple[int, int], tuple[int, int]]:
+    """Checksums, and how many buckets were scattered and gathered before and after the density rose."""
+    model = jobs.make(buckets=1)
+    codec = tw.Codec(tw.TopK(lambda step: 0.01 if step < 10 else 0.2))
+    link = tw.attach(model, codec, exchange=tw.ScatterReduce(gather_below=4000))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for steps in (range(10), range(10, 30)):
+        jobs.train(model, rank, steps, optimizer)
+        state = link.state_dict()["exchange"][repr(link.exchange)]
+        seen.append((len(state["parts"]), len(state["gather"]["sizes"]) - len(state["parts"])))
+    return jobs.digest(model), seen[0], seen[1]
+
+
 def test_replicas_are_bitwise_equal_for_every_preset_scattered(cluster: Cluster) -> None:
     first, second = cluster.run(jobs.presets, 2, sorted(PRESETS), "scatter-reduce", 200)
     assert first == second

@@ -89,15 +89,26 @@ class FrameReader:
 class Frames:
     """Validated frames that were received together, to be added up: one call for all of them.
 
-    `numels` are the sizes of every frame's tensors, or a single list for all. FrameError if any byte is wrong.
+    One object may read again and again; it keeps its memory, which is quicker than to ask for new.
     """
 
-    def __init__(self, messages: Sequence[Tensor], numels: Sequence[Sequence[int]], *, trailing: bool = False) -> None:
+    def __init__(self) -> None:
+        self._frames = _native.Frames()
+        self._messages: list[Tensor] = []
+        self.lengths: list[int] = []
+        self.non_finite: list[int] = []  # which frames say that their input was not finite
+
+    def read(self, messages: Sequence[Tensor], numels: Sequence[Sequence[int]], *, trailing: bool = False) -> None:
+        """Read these frames, whose bytes must stay as they are until they are added up.
+
+        `numels` are the sizes of every frame's tensors, or a single list for all. FrameError if any byte is wrong.
+        """
+        if any(message.dtype != torch.uint8 or message.device.type != "cpu" for message in messages):
+            raise FrameError("frames are uint8 tensors on the CPU")
         self._messages = [message.contiguous() for message in messages]  # the readers point into these bytes
         described = [(message.data_ptr(), message.numel()) for message in self._messages]
-        self._frames = _native.Frames(described, numels, trailing)
-        self.lengths = self._frames.lengths
-        self.non_finite = self._frames.non_finite  # which frames say that their input was not finite
+        self._frames.read(described, numels, trailing)
+        self.lengths, self.non_finite = self._frames.lengths, self._frames.non_finite
 
     def sum_to(
         self, outs: Sequence[Tensor], weight: float = 1.0, deals: Sequence[tuple[int, int]] | None = None
@@ -107,6 +118,13 @@ class Frames:
         With `deals`, (world, first) for each out, the i-th frame holds the i-th owner's share of it (see parts.py).
         """
         self._frames.sum(_results(outs, deals), weight)
+
+
+def frames_of(frames: Sequence[Frame], numels: Sequence[Sequence[int]]) -> Frames:
+    """Frames of one's own, read."""
+    found = Frames()
+    found.read([frame.data for frame in frames], numels)
+    return found
 
 
 def sum_frames(readers: Sequence[FrameReader], outs: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Parts: one batch of gradients as several frames, each with the entries that one rank owns.
+"""Parts: one batch of gradients as frames in rooms of their own, each with the entries that one rank owns.
 
 Large tensors are dealt out in blocks, so that every rank's share is like the others; a share's positions count within
 the share. What the exchanges need that give every rank a share of the index space: splitting what is sent, and
@@ -80,7 +80,7 @@ def encode_parts(
         return [fill(part.room, empty_frame(batch)) for part in parts], counts
     writers = [_native.Writer(part.room.data_ptr(), part.room.numel()) for part in parts]
     native = codec.native_for(batch.vectors)
-    reserves = [_reserves(codec, part, batch.sections) for part in parts]
+    reserves = [_reserves(part, batch.sections) for part in parts]
     for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
         at = batch.sections[i]
         deal = deals[at]
@@ -96,11 +96,15 @@ def encode_parts(
     return [_finished(part.room, writer) for part, writer in zip(parts, writers, strict=True)], counts
 
 
-def _reserves(codec: Codec, part: Part, sections: list[int]) -> list[int]:
-    """Those of the part; anew if some tensors send nothing, whose room would stay empty."""
+def _reserves(part: Part, sections: list[int]) -> list[int]:
+    """Those of the part; less what it has for tensors that send nothing, whose room would stay empty."""
     if len(sections) == len(part.shares):
         return part.reserves
-    return codec.reserves([part.shares[at] for at in sections])
+    found, later = [], 0
+    for at in reversed(sections):
+        found.append(later)
+        later += part.reserves[at - 1] - part.reserves[at] if at else 0
+    return found[::-1]
 
 
 def _put_native(

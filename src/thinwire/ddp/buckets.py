@@ -31,9 +31,11 @@ class Opened:
     def __init__(self, job: Job) -> None:
         self._buffer = job.buffer
         self._direct = job.buffer.device.type == "cpu" and job.buffer.dtype == torch.float32
-        self._flat = job.buffer if self._direct else torch.empty(job.buffer.numel())
-        sizes = [g.numel() for g in job.gradients.values()]
-        self.outs = dict(zip(job.gradients, torch.split(self._flat, sizes), strict=True))
+        self.outs = job.gradients
+        if not self._direct:
+            self._flat = torch.empty(job.buffer.numel())
+            sizes = [g.numel() for g in job.gradients.values()]
+            self.outs = dict(zip(job.gradients, torch.split(self._flat, sizes), strict=True))
 
     def close(self) -> bool:
         """Hand the mean to DDP; whether it outgrew the bucket's type, on which all ranks agree, bits being the same."""

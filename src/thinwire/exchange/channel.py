@@ -17,6 +17,9 @@ from thinwire.errors import LinkError
 # PyTorch is renaming it; the old name warns where the new one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Larger messages are rare (a probe of a fast network), and new memory is a small part of what they take.
+_MOST_KEPT = 1 << 24
+
 
 class Channel:
     """A process group of its own, so that nobody else's collectives can come between ours."""
@@ -87,6 +90,8 @@ class Channel:
 
     def _room(self, name: str, size: int) -> Tensor:
         """Bytes that stay where they are from step to step: new memory is slow at first."""
+        if size > _MOST_KEPT:
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
         room = self._rooms.get(name)
         if room is None or room.numel() < size:
             room = self._rooms[name] = torch.empty(size + size // 4, dtype=torch.uint8, device=self.device)

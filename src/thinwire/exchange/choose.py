@@ -13,6 +13,8 @@ from thinwire.exchange.scatter_reduce import ScatterReduce
 
 # Bytes per rank and step that ScatterReduce must save to be worth its second round: 8 ms at 500 Mbit/s.
 _WORTH = 512 * 1024
+# Bytes below which a bucket is gathered even then: what a round costs in waiting and computing, at 500 Mbit/s.
+_SMALL = 128 * 1024
 
 NAMES: dict[str, type[Exchange]] = {"dense": Dense, "gather": Gather, "scatter-reduce": ScatterReduce}
 
@@ -29,5 +31,5 @@ def choose_exchange(codec: Codec, sizes: Mapping[str, int], world: int) -> tuple
     if world > 1 and min(gather, scatter) >= dense:
         return Dense(), f"dense: the frames would be no smaller ({kb})"
     if gather - scatter > _WORTH:
-        return ScatterReduce(gather_below=_WORTH), f"scatter-reduce: {kb}"
+        return ScatterReduce(gather_below=_SMALL), f"scatter-reduce: {kb}; small buckets are gathered"
     return Gather(), f"gather: {kb}"

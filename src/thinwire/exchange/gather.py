@@ -37,6 +37,7 @@ class Gather(Exchange):
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
+        self._frames = Frames()
 
     def channels(self) -> list[Channel]:
         return [self._channel]
@@ -58,7 +59,8 @@ class Gather(Exchange):
         messages = self._channel.all_gather(part.room)
         # 3. Add them up, in rank order: the same bits everywhere.
         began = time.perf_counter()
-        frames = Frames(messages, [plan.numels], trailing=True)
+        frames = self._frames
+        frames.read(messages, [plan.numels], trailing=True)
         if not frames.non_finite:
             self._sizes.learn(key, [max(frames.lengths)], [plan.slack])
             frames.sum_to(bucket.outs, 1.0 / self._channel.world)
@@ -77,6 +79,10 @@ class Gather(Exchange):
         names, deals = list(bucket.gradients), [Deal(1, 0)] * len(numels)
         return _Plan(names, numels, deals, codec.reserves(numels), slack(codec, numels))
 
+    def volume(self, key: str) -> int | None:
+        """Bytes that a rank sends for a bucket, as all agree; None before its first step."""
+        return self._sizes.sizes[key][0] * (self._channel.world - 1) if key in self._sizes.sizes else None
+
     def state_dict(self) -> dict[str, Any]:
         return {"sizes": self._sizes.state_dict()}
 
@@ -94,6 +100,6 @@ def give_back(codec: Codec, names: list[str], numels: list[int], frame: Frame) -
         codec.give_back(names[section.id], *reader.entries(section))
 
 
-def gathered_bytes(codec: Codec, numels: list[int], world: int) -> int:
-    """What a rank is expected to send to all others, as its codec begins."""
-    return codec.frame_bound(numels, codec.expected_counts(numels)) * (world - 1)
+def gathered_bytes(codec: Codec, numels: list[int], world: int, step: int = 0) -> int:
+    """What a rank is expected to send to all others."""
+    return codec.frame_bound(numels, codec.expected_counts(numels, step)) * (world - 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame, FrameReader, Frames
+from thinwire.codec.frame import Frame, FrameReader, Frames, frames_of
 from thinwire.codec.memory import Drop
 from thinwire.codec.parts import Deal, Part, encode_leftover, encode_parts, fill
 from thinwire.codec.writing import empty_frame
@@ -63,13 +63,15 @@ class _Plan:
 class ScatterReduce(Exchange):
     """All-to-all of parts, a second selection by the owners, all-gather of the results.
 
-    Buckets whose frames of all ranks together are below `gather_below` bytes are gathered: one round instead of two.
+    Buckets for which a rank would send less than `gather_below` bytes to all others together are gathered instead:
+    one round, not two. Their volume grows with the ranks, up to that.
     """
 
     def __init__(self, *, gather_below: int = 0) -> None:
+        if not isinstance(gather_below, int) or gather_below < 0:
+            raise ValueError(f"gather_below is a number of bytes, not {gather_below!r}")
         self._gather_below = gather_below
         self._gather = Gather()
-        self._small: dict[str, bool] = {}  # whether a bucket is gathered
         self._parts = AgreedSizes()
         self._results = AgreedSizes()
         self._plans: dict[str, _Plan] = {}
@@ -77,6 +79,7 @@ class ScatterReduce(Exchange):
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
         self._gather.setup(channel, codec, sizes, groups)
+        self._received, self._answers = Frames(), Frames()
         # A rank sends (world - 1) / world of its entries to others: the results fill that up to twice the entries,
         # so that few ranks keep more of the sum, and the volume is the same for any number of them.
         world = channel.world
@@ -90,9 +93,7 @@ class ScatterReduce(Exchange):
 
     def mean(self, bucket: Bucket) -> Outcome:
         channel, key = self._channel, bucket.key
-        if key not in self._small:
-            self._small[key] = gathered_bytes(self._codec, bucket.numels, channel.world) < self._gather_below
-        if self._small[key]:
+        if self._gather_below and self._is_small(bucket, key):
             return self._gather.mean(bucket)
         if key not in self._plans:
             self._plans[key] = self._plan(bucket)
@@ -134,6 +135,18 @@ class ScatterReduce(Exchange):
             sent=lambda outs: _write_sent(plan, frames, outs),
         )
 
+    def _is_small(self, bucket: Bucket, key: str) -> bool:
+        """Whether a bucket is gathered: what all ranks know decides, a saved state included.
+
+        It begins as expected at its first step, and is scattered for good once it has become twice too large.
+        """
+        if key in self._parts.sizes:
+            return False
+        volume = self._gather.volume(key)
+        if volume is not None:
+            return volume <= 2 * self._gather_below
+        return gathered_bytes(self._codec, bucket.numels, self._channel.world, bucket.step) < self._gather_below
+
     def _plan(self, bucket: Bucket) -> _Plan:
         codec, channel, numels = self._codec, self._channel, bucket.numels
         deals = share_out(numels, channel.world, codec.min_numel)
@@ -161,7 +174,8 @@ class ScatterReduce(Exchange):
     def _reduce(self, bucket: Bucket, plan: _Plan, received: list[Tensor], answer: Tensor) -> Frame:
         """Fill the answer with the own share's result, after a prefix."""
         rank = self._channel.rank
-        frames = Frames(received, [plan.shares[rank]], trailing=True)
+        frames = self._received
+        frames.read(received, [plan.shares[rank]], trailing=True)
         largest = max((length for r, length in enumerate(frames.lengths) if r != rank), default=0)
         frames.sum_to(plan.sums)
         room = answer[_PREFIX.size :]
@@ -200,7 +214,8 @@ class ScatterReduce(Exchange):
         bad = {culprit - 1 for _, culprit in prefixes if culprit}
         if bad:
             return sorted(bad)
-        frames = Frames([answer[_PREFIX.size :] for answer in answers], plan.shares, trailing=True)
+        frames = self._answers
+        frames.read([answer[_PREFIX.size :] for answer in answers], plan.shares, trailing=True)
         self._parts.learn(key, [largest for largest, _ in prefixes], plan.slacks)
         self._results.learn(key, frames.lengths, plan.slacks)
         frames.sum_to(bucket.outs, 1.0 / world, plan.dealt)
@@ -230,4 +245,4 @@ class ScatterReduce(Exchange):
 
 def _write_sent(plan: _Plan, frames: Sequence[Frame], outs: list[Tensor]) -> None:
     """All owners' parts of what a rank sent."""
-    Frames([frame.data for frame in frames], plan.shares).sum_to(outs, 1.0, plan.dealt)
+    frames_of(frames, plan.shares).sum_to(outs, 1.0, plan.dealt)

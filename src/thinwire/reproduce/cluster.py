@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame, Frames
+from thinwire.codec.frame import Frame, frames_of
 from thinwire.codec.memory import MomentumResidual
 from thinwire.errors import ThinwireError
 from thinwire.recipes.recipe import DataOrder, Recipe, Split, classify
@@ -124,7 +124,7 @@ class Cluster:
         else:
             sent = list(self._pool.map(self._compute_and_encode, workers))
         self.frames = [frame for _, frame in sent]
-        together = Frames([frame.data for frame in self.frames], [self.numels])
+        together = frames_of(self.frames, [self.numels])
         outs = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self.parameters]
         if together.non_finite:
             return Stepped(math.nan, 0.0, 0.0)
