@@ -32,11 +32,13 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.errors import FrameError as FrameError
     from thinwire.errors import LinkError as LinkError
     from thinwire.errors import ThinwireError as ThinwireError
+    from thinwire.errors import TransportError as TransportError
     from thinwire.exchange.dense import Dense as Dense
     from thinwire.exchange.gather import Gather as Gather
     from thinwire.exchange.hierarchical import Hierarchical as Hierarchical
     from thinwire.exchange.scatter_reduce import ScatterReduce as ScatterReduce
     from thinwire.server.server import Server as Server
+    from thinwire.server.standing import ServerError as ServerError
     from thinwire.server.worker import Worker as Worker
     from thinwire.tune.adaptive import Adaptive as Adaptive
     from thinwire.tune.cost import Affine as Affine
@@ -86,8 +88,13 @@ _PUBLIC = {
     "Worker": "server.worker",
     "FrameError": "errors",
     "LinkError": "errors",
+    "ServerError": "server.standing",
+    "TransportError": "errors",
     "ThinwireError": "errors",
 }
+
+
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -92,13 +92,14 @@ class EventLog:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         run: Run,
         *,
         resume_at: int | None = None,
         mirrors: Sequence[Callable[[Event], None]] = (),
         keep: bool = True,
     ) -> None:
+        path = Path(path)
         self.path, self._mirrors, self._failed = path, tuple(mirrors), False
         self._sums: End | None = None
         exists = path.exists() and path.stat().st_size > 0

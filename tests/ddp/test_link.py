@@ -37,6 +37,9 @@ def refusals(rank: int) -> dict[str, str]:
         "exchange": (jobs.make(), {"exchange": "ring"}),
         "machines": (jobs.make(), {"exchange": tw.Hierarchical(per_machine=3)}),
         "timeout": (jobs.make(), {"timeout": 0.0}),
+        "nothing": (jobs.make(), {"codec": None}),
+        "optimizer": (jobs.make(), {"optimizer": "sgd"}),
+        "scaler": (jobs.make(), {"scaler": 3}),
     }
     seen = {}
     for name, (model, options) in cases.items():
@@ -61,6 +64,9 @@ def test_what_cannot_work_raises_at_attach_with_the_reason(cluster: Cluster) -> 
         "exchange": "no exchange is called 'ring'; there are dense, gather, scatter-reduce",
         "machines": "2 is not 3 x n",
         "timeout": "timeout is a number of seconds above 0",
+        "nothing": "a codec is a Codec, a selection, a density or a preset's name, not None",
+        "optimizer": "optimizer is a torch.optim.Optimizer, not 'sgd'",
+        "scaler": "scaler is a GradScaler, not 3",
     }
     for seen in cluster.run(refusals, 2):
         assert seen.keys() == expected.keys()

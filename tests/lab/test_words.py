@@ -19,7 +19,6 @@ from thinwire.lab.units import Rates, format_rate, parse_delay, parse_loss, pars
         ("1gbit", 10**9),
         ("500kbit", 500_000),
         ("1.5Mbit", 1_500_000),
-        ("1mbps", 8 * 10**6),
         ("1mibit", 2**20),
         ("64000", 64_000),
         (10**8, 10**8),
@@ -31,7 +30,7 @@ def test_rates_are_read_as_tc_reads_them(text: str | int | None, bits: int | Non
     assert parse_rate(text) == bits
 
 
-@pytest.mark.parametrize("text", ["abc", "", "10", "-5mbit", "10mbits", "mbit", "1e9", "nan", "9999tbit", "0"])
+@pytest.mark.parametrize("text", ["abc", "", "10", "-5mbit", "10mbits", "mbit", "1e9", "nan", "9999tbit", "0", "1mbps"])
 def test_bad_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="rate"):
         parse_rate(text)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.server.serving import serving, small_net
+from thinwire.codec.selection import TopK
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 
@@ -212,6 +214,16 @@ def test_models_that_cannot_be_served(model: Net, reason: str) -> None:
     net = model()
     with pytest.raises(ValueError, match=reason):
         Server(net, torch.optim.SGD([nn.Parameter(torch.ones(1)), *net.parameters()], lr=0.1))
+
+
+def test_a_server_takes_words_for_things(tmp_path: Path) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="expect and save_every count from 1, not 1 and 0"):
+        Server(net, optimizer, save_every=0)
+    server = Server(net, optimizer, codec=TopK(0.1), checkpoint=str(tmp_path / "saved"))
+    assert server.run("tcp://127.0.0.1:0", max_steps=0)
+    assert (tmp_path / "saved" / "server.pt").exists()
 
 
 def test_a_second_backward_pass_is_an_error_that_says_what_to_do() -> None:

@@ -65,6 +65,7 @@ class AccuracyCutoff:
     _passed: bool = field(default=False, init=False)
 
     def update(self, accuracy: float) -> None:
+        """Tell it the accuracy of late."""
         self._passed = self._passed or accuracy > self.level
 
     def __call__(self, step: int) -> float:

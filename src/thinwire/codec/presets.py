@@ -8,7 +8,7 @@ from collections.abc import Callable
 from thinwire.codec.codec import Codec
 from thinwire.codec.density import Warmup
 from thinwire.codec.memory import Drop, MomentumResidual
-from thinwire.codec.selection import Dynamic, Percentile, RandomK, StdDev, TopK
+from thinwire.codec.selection import Dynamic, Percentile, RandomK, Selection, StdDev, TopK
 from thinwire.codec.values import Bits, Float32, Sign
 
 PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
@@ -35,10 +35,12 @@ PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
 }
 
 
-def codec_for(what: Codec | float | str) -> Codec:
-    """A codec from a preset's name, a density, or a codec (of which the configuration is taken)."""
+def codec_for(what: Codec | Selection | float | str) -> Codec:
+    """A codec from a preset's name, a density, a selection, or a codec (of which the configuration is taken)."""
     if isinstance(what, Codec):
         return what.fresh()
+    if isinstance(what, Selection):
+        return Codec(what)
     if isinstance(what, str):
         if what in PRESETS:
             return PRESETS[what][1]()
@@ -46,4 +48,6 @@ def codec_for(what: Codec | float | str) -> Codec:
             what = float(what)
         except ValueError:
             raise ValueError(f"no preset is called {what!r}; there are {', '.join(PRESETS)}, or a density") from None
+    if not isinstance(what, (int, float)):
+        raise ValueError(f"a codec is a Codec, a selection, a density or a preset's name, not {what!r}")
     return Codec(TopK(float(what)))

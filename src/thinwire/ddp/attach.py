@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.codec.codec import Codec
+from thinwire.codec.selection import Selection
 from thinwire.ddp.agreeing import Agreement
 from thinwire.ddp.groups import OwnGroups
 from thinwire.ddp.hook import Dispatcher, dispatcher_of
@@ -34,7 +35,7 @@ _log = logging.getLogger("thinwire")
 
 def attach(
     model: nn.Module,
-    codec: Codec | float | str = 0.01,
+    codec: Codec | Selection | float | str = 0.01,
     *,
     exchange: Exchange | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -45,8 +46,8 @@ def attach(
 ) -> Link:
     """Compress a DDP model's gradients from the next backward pass on. Call it on all ranks.
 
-    codec: a density, a Codec, a preset's name ("percentile90", "dgc", "adaptive", ...), or "auto", which measures
-        model and network in the first steps, takes what is fastest, and changes it when the network changes.
+    codec: a density, a selection, a Codec, a preset's name ("percentile90", "dgc", "adaptive", ...), or "auto", which
+        measures model and network in the first steps, takes what is fastest, and changes it with the network.
     exchange: an Exchange, "dense", "gather" or "scatter-reduce"; by default chosen from sizes and ranks.
     optimizer: keeps the memory consistent when its learning rates change.
     scaler: a GradScaler; keeps the memory consistent when the loss scale changes.
@@ -57,6 +58,10 @@ def attach(
     ddp = checked_ddp(model)
     if check_every < 0 or (timeout is not None and timeout <= 0):
         raise ValueError("check_every counts steps from 0 (never) and timeout is a number of seconds above 0")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer is a torch.optim.Optimizer, not {optimizer!r}")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise ValueError(f"scaler is a GradScaler, not {scaler!r}")
     parameters = trained_parameters(ddp)
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     groups = OwnGroups(ddp.process_group, device, timeout)
@@ -101,7 +106,7 @@ class _Plan:
 def _plan(
     ddp: DistributedDataParallel,
     parameters: dict[str, Tensor],
-    codec: Codec | float | str,
+    codec: Codec | Selection | float | str,
     exchange: Exchange | str | None,
     optimizer: torch.optim.Optimizer | None,
     world: int,

@@ -27,14 +27,16 @@ class Rates:
 
 
 def parse_rate(text: str | int | None) -> int | None:
-    """Turn `100mbit` (also kbit, gbit, mibit, mbps for bytes, or bare bits) into bits per second."""
+    """Turn `100mbit` (also kbit, gbit, mibit, or bare bits) into bits per second."""
     if text is None or text == "none":
         return None
     match = _RATE.fullmatch(str(text).strip().lower())
     if not match:
         raise ValueError(f"the rate '{text}' is not understood; write it as tc does: 10mbit, 1gbit, 500kbit, none")
     number, prefix, unit = match.groups()
-    bits = float(number) * _PREFIXES[prefix or ""] * (8 if unit == "bps" else 1)
+    if unit == "bps":  # to tc it is bytes, to most people bits
+        raise ValueError(f"the rate '{text}' may mean bits or bytes; write bits: {number}{prefix or ''}bit")
+    bits = float(number) * _PREFIXES[prefix or ""]
     if not _SLOWEST <= bits <= _FASTEST:
         raise ValueError(f"the rate '{text}' is out of range; the lab shapes 8kbit to 1tbit")
     return round(bits)
@@ -46,7 +48,10 @@ def parse_rates(text: "str | int | Rates | None") -> Rates:
         return text
     if isinstance(text, str) and "/" in text:
         up, _, down = text.partition("/")
-        return Rates(parse_rate(up), parse_rate(down))
+        try:
+            return Rates(parse_rate(up), parse_rate(down))
+        except ValueError as error:
+            raise ValueError(f"{error} (in '{text}': up/down)") from None
     rate = parse_rate(text)
     return Rates(rate, rate)
 
@@ -74,7 +79,7 @@ def parse_loss(loss: str | float | None) -> float:
     return value
 
 
-def parse_delay(delay: str | float | None) -> float:
+def parse_delay(delay: str | float | None, what: str = "the delay") -> float:
     """Turn `5ms` (also us, s), or seconds as a number, into seconds."""
     if delay is None:
         return 0.0
@@ -84,5 +89,5 @@ def parse_delay(delay: str | float | None) -> float:
     else:
         value = float(delay)
     if not 0 <= value <= 60:
-        raise ValueError(f"the delay '{delay}' is not understood; write a time up to 60s, such as 5ms or 200us")
+        raise ValueError(f"{what} '{delay}' is not understood; write a time up to 60s, such as 5ms or 200us")
     return value

@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.race.options import Batch, Data, JsonFile, invocation, writable, write_json
+from thinwire.race.options import Batch, Data, JsonFile, invocation, refuse, writable, write_json
 
 if TYPE_CHECKING:
     from thinwire.race.advising import Report
@@ -18,6 +18,7 @@ METHODS = "percentile90,0.1,topk1,topk0.1,2bit"
 
 
 def advise_command(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="A recipe's name, or module:function (docs/tuning.md).")] = "digits",
     hosts: Annotated[int, typer.Option(min=2, help="Machines that would train together.")] = 4,
     rate: Annotated[str, typer.Option(help="Rate of every machine's link: 500mbit, or up/down.")] = "500mbit",
@@ -40,10 +41,11 @@ def advise_command(
     names = [name for name in dict.fromkeys(map(str.strip, methods.split(","))) if name not in ("dense", "fp16", "")]
     for name in names:
         any_codec_for(name)
-    wire = wire_of(hosts, rate, parse_delay(latency))
+    wire = wire_of(hosts, rate, parse_delay(latency, "--latency"))
     if probe:
         if "RANK" not in os.environ:
             raise ValueError("--probe measures the links of a process group: start it with torchrun on all machines")
+        refuse(context, ("hosts", "rate", "latency"), "are what --probe finds out: leave them out")
         dist.init_process_group("gloo")
         wire = probed_wire()
     rank = dist.get_rank() if probe else 0

@@ -1,5 +1,6 @@
 """Plans: a recipe's defaults, what the user changed, and what follows for the number of workers."""
 
+import math
 from pathlib import Path
 
 from thinwire.race.training import Plan
@@ -38,9 +39,11 @@ def make_plan(
     goal = target if target is not None else defaults.target
     if recipe.metric == "accuracy" and not 0.0 < goal <= 1.0:
         raise ValueError(f"a target accuracy lies in (0, 1], not {goal}")
-    if lr is not None and lr <= 0.0:
+    if lr is not None and not 0.0 < lr < math.inf:
         raise ValueError(f"a learning rate is positive, not {lr}")
     passes = epochs if epochs is not None else defaults.epochs
+    if not 0.0 < passes < math.inf:
+        raise ValueError(f"--epochs is a number above 0, not {passes}")
     steps = max_steps if max_steps is not None else max(1, round(passes * order.steps_per_epoch))
     # Every quarter of an epoch, but not so often that evaluation takes longer than training.
     usual = max(5, order.steps_per_epoch // 4)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.race.options import JsonFile, Page, invocation, write_json
+from thinwire.race.options import JsonFile, Page, invocation, refuse, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +26,7 @@ _CONVNET = 1_756_426
 
 
 def scale_command(
+    context: typer.Context,
     parameters: Annotated[int | None, typer.Option(min=1, help="Of the model; default: bench ddp's.")] = None,
     compute: Annotated[str | None, typer.Option(help="A step without exchange: 80ms. Or --measured.")] = None,
     density: Annotated[float, typer.Option(help="Share of the entries that travel.")] = 0.01,
@@ -55,6 +56,8 @@ def scale_command(
     from thinwire.tune.forecast import Setting, frame_bytes
     from thinwire.tune.scale import Cluster, Task
 
+    if not measured:
+        refuse(context, ("calibrate_up_to", "cores"), "are of the measurements: give --measured")
     names, counts = _listed(exchanges), _counts(workers)
     speed, inside = parse_rate(rate), parse_rate(bus)
     if speed is None or inside is None:
@@ -64,7 +67,8 @@ def scale_command(
     elements = parameters if parameters is not None else _CONVNET
     frame = 4.0 * elements if density == 1.0 else frame_bytes(Setting("", density=density, bits=bits), elements)
     task = Task(elements, frame, 0.0, _ENCODE * elements, _DECODE * density * elements, buckets=2)  # as DDP has them
-    cluster = Cluster(GOODPUT * speed, parse_delay(latency), stragglers, rate_spread, per_machine, float(inside))
+    delay = parse_delay(latency, "--latency")
+    cluster = Cluster(GOODPUT * speed, delay, stragglers, rate_spread, per_machine, float(inside))
     lab = Cluster(cluster.rate, cores=cores)
     points = [point for path in measured or [] for point in read_points(path)]
     if points:
@@ -74,7 +78,7 @@ def scale_command(
     elif compute is None:
         raise ValueError("give --compute, the time of a step without exchange, or --measured, to find it out")
     if compute is not None:
-        task = replace(task, compute=parse_delay(compute))
+        task = replace(task, compute=parse_delay(compute, "--compute"))
     found = Scaling(task, cluster, names, counts, tuple(points), lab, invocation())
     write_json(json_file, found.to_json())
     if report is not None:

@@ -85,6 +85,9 @@ class Scaling:
         said = (f"The fastest is {words} workers, then {last}" if words else f"{last.capitalize()} is the fastest") + (
             f"; with {most:,} workers a step takes {_ms(end.seconds)}, of which {end.efficiency:.0%} is computing."
         )
+        if any(exchange == "hierarchical" for exchange, _ in parts):
+            bus = format_rate(round(self.cluster.bus))
+            said += f" Hierarchical has {self.cluster.per_machine} workers in each machine, on a bus of {bus}."
         if self.points:
             errors = [abs(off(p, self.task, self.lab)) for p in self.points]
             inside = sum(error <= 0.2 for error in errors)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def serve_command(
+    context: typer.Context,
     recipe: options.RecipeName,
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes any that is free.")] = 7077,
     bind: Annotated[str, typer.Option(help="Address to listen on; beyond loopback it demands --keys.")] = "127.0.0.1",
@@ -63,6 +64,10 @@ def serve_command(
     made = get_recipe(recipe)
     if transport not in ("tcp", "udp"):
         raise ValueError(f"--transport is tcp or udp, not {transport!r}")
+    if mode != "ssp":
+        options.refuse(context, ("bound",), "goes with --mode ssp")
+    if checkpoint is None:
+        options.refuse(context, ("save_every",), "goes with --checkpoint")
     words = check_terms(push, compress, mode, reduce, policy, transport, on_loss, mtu)
     plan = make_plan(
         made,

@@ -107,6 +107,10 @@ def _check(
     if not server:
         check_method(compress)
         options.refuse(context, SERVED, "go with --server")
+    elif context.params["mode"] != "ssp":
+        options.refuse(context, ("bound",), "goes with --mode ssp")
+    if "RANK" in os.environ:
+        options.refuse(context, ("workers",), "is what torchrun says: leave it out")
     if transport not in ("tcp", "udp", "mpi") or (transport != "tcp" and not server):
         raise ValueError("--transport is tcp, udp or mpi, and the last two go with --server")
     if shaped and ("RANK" in os.environ or transport == "mpi"):
@@ -126,8 +130,11 @@ def _check_folder(checkpoint: Path | None, resume: bool) -> None:
     from thinwire.race.checkpoints import open_folder
 
     if checkpoint is not None:
+        found = any((*checkpoint.glob("step-*/model.pt"), *checkpoint.glob("server.pt")))
+        if resume and not found and "RANK" not in os.environ:  # torchrun's restarts begin with the same words
+            raise ValueError(f"{checkpoint} holds no checkpoint: name its folder, or leave out --resume to start anew")
         open_folder(checkpoint)
-        if not resume and any((*checkpoint.glob("step-*/model.pt"), *checkpoint.glob("server.pt"))):
+        if not resume and found:
             raise ValueError(f"{checkpoint} holds a checkpoint: go on from it by --resume, or choose another folder")
     elif resume:
         raise ValueError("--resume needs --checkpoint, the folder to go on from")

@@ -38,7 +38,8 @@ def reproduce_command(
         _document(out)
         return
     if name not in STUDIES or scale not in SCALES:
-        what = f"no study is called {name!r}" if name not in STUDIES else f"no scale is called {scale!r}"
+        called = "name a study" if name is None else f"no study is called {name!r}"
+        what = called if name not in STUDIES else f"no scale is called {scale!r}"
         raise ValueError(f"{what}; studies are {', '.join(STUDIES)}, scales {' and '.join(SCALES)}")
     study = _run(name, scale, data, out, work, lab, tuple(filter(None, only.split(","))))
     _tell(study, out, as_json)

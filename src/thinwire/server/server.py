@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from thinwire.codec.codec import Codec
+from thinwire.codec.selection import Selection
 from thinwire.server.aggregate import Aggregator, Reduce
 from thinwire.server.answers import Answers
 from thinwire.server.attendance import Attendance
@@ -35,6 +36,7 @@ from thinwire.server.reception import Reception, Terms
 from thinwire.server.schedule import check_policy
 from thinwire.server.store import Store
 from thinwire.server.views import Views
+from thinwire.transport.addresses import listen
 from thinwire.transport.base import Listener
 
 log = logging.getLogger("thinwire.server")
@@ -71,7 +73,7 @@ class Server:
         *,
         mode: Mode = "bsp",
         bound: int = 3,
-        codec: Codec | float | str | None = 0.01,
+        codec: Codec | Selection | float | str | None = 0.01,
         reduce: Reduce = "mean",
         policy: str = "forward",
         expect: int = 1,
@@ -82,7 +84,7 @@ class Server:
         window: int = WINDOW,
         timeout: float = 10.0,
         stall: float = 300.0,
-        checkpoint: Path | None = None,
+        checkpoint: Path | str | None = None,
         save_every: int = 100,
         tell: dict[str, Any] | None = None,
         on_step: Callable[["Server"], None] = lambda server: None,
@@ -91,6 +93,8 @@ class Server:
         if mode not in ("bsp", "ssp", "async"):
             raise ValueError(f'mode is "bsp", "ssp" or "async", not {mode!r}')
         check_policy(policy)
+        if expect < 1 or save_every < 1:
+            raise ValueError(f"expect and save_every count from 1, not {expect} and {save_every}")
         self.model, self.optimizer, self.mode = model, optimizer, mode
         self.policy, self.expect = policy, expect
         # The whole model needs no deltas.
@@ -101,7 +105,7 @@ class Server:
         terms = Terms(self.bound, policy, window, self.layout.cut, timeout, told)
         self.timeout, self.stall, self.window, self._save_every = timeout, stall, window, save_every
         door, self._buffers, self._post = Door(recipe, model), Buffers(model), Post()
-        self._store = Store(checkpoint) if checkpoint is not None else None
+        self._store = Store(Path(checkpoint)) if checkpoint is not None else None
         self._aggregator = Aggregator(model, optimizer, self.layout, reduce)
         self.members = Members()
         self.extra: dict[str, float] = {}  # figures of the owner's that go with the checkpoint
@@ -124,8 +128,12 @@ class Server:
 
     # For its owner
 
-    def run(self, listener: Listener, *, max_steps: int | None = None) -> str:
-        """Serve until `stop` is called or so many steps are complete; returns why it ended. Closes the listener."""
+    def run(self, listener: Listener | str, *, max_steps: int | None = None) -> str:
+        """Serve until `stop` is called or so many steps are complete; returns why it ended. Closes the listener.
+
+        An address is listened on: loopback, without keys. For others make the listener by `transport.addresses.listen`.
+        """
+        listener = listen(listener) if isinstance(listener, str) else listener
         self._open(listener)
         self._max_steps = max_steps
         self._reception.started_at = time.monotonic()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.presets import PRESETS, codec_for
+from thinwire.codec.selection import Selection
 from thinwire.codec.values import Bits
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Measured, Payload
@@ -20,7 +21,7 @@ TUNED: dict[str, tuple[str, Callable[[], Codec]]] = {
 }
 
 
-def any_codec_for(what: Codec | float | str) -> Codec:
+def any_codec_for(what: Codec | Selection | float | str) -> Codec:
     """As `codec_for`, with the presets that tune themselves."""
     if isinstance(what, str) and what in TUNED:
         return TUNED[what][1]()
@@ -29,5 +30,7 @@ def any_codec_for(what: Codec | float | str) -> Codec:
     except ValueError:
         if isinstance(what, str) and what not in PRESETS:
             known = ", ".join([*PRESETS, *TUNED])
-            raise ValueError(f"no preset is called {what!r}; there are {known}, or a density") from None
+            raise ValueError(
+                f'no preset is called {what!r}; there are {known}, a density, or in attach "auto"'
+            ) from None
         raise
