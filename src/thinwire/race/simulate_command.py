@@ -86,7 +86,15 @@ def _tell(case: "Case", outcomes: "list[Outcome]", json_file: Path | None, repor
 
     if json_file is not None:
         figures = [{k: v for k, v in asdict(o).items() if k != "intervals"} for o in outcomes]
-        record = {"case": asdict(case), "outcomes": figures, "winner": winner(outcomes).policy}
+        best = winner(outcomes)
+        fastest = [o.policy for o in outcomes if o.makespan == best.makespan]
+        record = {
+            "unit": "seconds",
+            "case": asdict(case),
+            "outcomes": figures,
+            "winner": best.policy,
+            "fastest": fastest,
+        }
         write_json(json_file, record)
     if report is not None:
         write_gantt(case, outcomes, report, command=invocation())
