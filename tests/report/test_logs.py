@@ -11,7 +11,7 @@ from tests.report.browser import render
 from tests.report.made_up import made_up
 from thinwire.cli import run
 from thinwire.errors import LogError
-from thinwire.events import RunLog, to_line
+from thinwire.events import Event, RunLog, to_line
 from thinwire.report import markup
 from thinwire.report.figures import figures
 from thinwire.report.logs import prepare, told_apart
@@ -20,7 +20,8 @@ from thinwire.report.summary import headline, summarise
 
 
 def saved(log: RunLog, path: Path) -> str:
-    path.write_text("".join(to_line(event) + "\n" for event in (log.run, *log.steps, *log.evals)))
+    events: list[Event] = [log.run, *log.steps, *log.evals]
+    path.write_text("".join(to_line(event) + "\n" for event in events))
     return str(path)
 
 
@@ -134,7 +135,7 @@ def test_a_page_that_fails_leaves_nothing(
     def fail(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr(markup.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises((KeyboardInterrupt, LogError)):
         markup.replace_file(tmp_path / "page.html", "text")
     assert list(tmp_path.iterdir()) == []
