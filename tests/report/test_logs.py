@@ -53,6 +53,10 @@ def test_a_name_that_says_it_already_is_left_alone() -> None:
     tcp = made_up("tcp 0%", hit=4, ms=10, sent=40, transport="tcp")
     udp = made_up("udp-restore 5%", hit=4, ms=10, sent=40, transport="udp-restore", packet_loss=0.05)
     assert names(tcp, udp) == ["tcp 0%", "udp-restore 5%"]
+    served = made_up("bsp:topk1/topk1:udp-ignore", hit=4, ms=10, sent=40, transport="udp-ignore")
+    assert names(served, tcp) == ["bsp:topk1/topk1:udp-ignore", "tcp 0%"]
+    other = replace(tcp, run=replace(tcp.run, packet_loss=0.1))
+    assert [log.run.method for log in prepare([tcp, other], named=True)] == ["tcp 0%", "tcp 0%"]  # its maker's table
 
 
 def test_a_speed_up_is_over_dense_in_the_same_setting() -> None:
