@@ -69,6 +69,24 @@ def test_a_host_that_dies_is_named() -> None:
     assert result.failure == "host h1 died: killed by SIGKILL"
 
 
+def test_a_real_time_signal_is_named_too() -> None:
+    with Lab(1) as lab:
+        result = lab.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 36)"])
+    assert result.exit_code == 128 + 36
+    assert result.failure == "host h0 died: killed by SIGRTMIN+2"
+
+
+def test_signs_that_our_output_cannot_show_and_each_hosts_rate(thinwire: Start, tmp_path: Path) -> None:
+    file = tmp_path / "lab.json"
+    arguments = ["--rate", "100mbit", "--host-rate", "1=5mbit", "--json", str(file), "--quiet"]
+    command = ["printf", r"caf\303\251 \377\nnext\n"]
+    process = thinwire("lab", *arguments, "--", *command, env={"PYTHONIOENCODING": "ascii"})
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[h0] caf? ?", "[h0] next", "[h1] caf? ?", "[h1] next"]
+    assert [host["rate"] for host in json.loads(file.read_text())["per_host"]] == ["100mbit", "5mbit"]
+
+
 def test_what_ignores_terminate_is_killed_and_a_timeout_is_told() -> None:
     with Lab(2) as lab:
         result = lab.run(["sh", "-c", "[ $RANK = 0 ] || { trap '' TERM; sleep 600; }"], timeout=0.5)

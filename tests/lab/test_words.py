@@ -4,9 +4,11 @@ import ast
 from pathlib import Path
 
 import pytest
+import typer
 
 import thinwire.lab
 from thinwire.cli import run
+from thinwire.lab import check, kills, launching, registry
 from thinwire.lab.counters import Traffic, parse_counters
 from thinwire.lab.shaping import FRAME, bucket, loss_rules, queue_lines
 from thinwire.lab.units import Rates, format_rate, parse_delay, parse_loss, parse_rate, parse_rates
@@ -114,6 +116,46 @@ def test_bad_arguments_are_one_sentence(arguments: list[str], capsys: pytest.Cap
     assert captured.out == ""
     assert captured.err.startswith("thinwire")
     assert captured.err.count("\n") == 1
+
+
+def test_elsewhere_than_on_linux_only_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    (found,) = check.check()
+    assert (found.works, found.required) == (False, True)
+    assert found.detail == "a lab needs Linux; this is darwin"
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (35, "SIGRTMIN+1"), (50, "SIGRTMIN+16"), (33, "signal 33")]
+)
+def test_every_signal_has_a_name(number: int, name: str) -> None:
+    assert launching._signal_name(number) == name
+
+
+def test_a_lab_that_closes_while_others_look_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    gone, dead = (registry.directory() / f"tw{pid}-abc.hosts" for pid in (10**8, 10**8 + 1))
+    dead.write_text("")
+
+    def glob(folder: Path, pattern: str) -> list[Path]:
+        return [gone, dead]
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert registry.living() == []
+    assert registry.clean() == [dead.stem]
+
+
+def test_a_run_file_that_is_left_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    before = registry.directory() / f"tw{10**8}-old.hosts"
+    before.write_text("")
+    monkeypatch.setattr(kills, "machine", dict)
+    monkeypatch.setattr(kills, "one_kill", lambda number, mark: None)
+    kills.main(runs=1)  # what was there before does not count
+    monkeypatch.setattr(kills, "one_kill", lambda number, mark: before.write_text(""))
+    with pytest.raises(typer.Exit) as caught:
+        kills.main(runs=1)
+    assert caught.value.exit_code == 1
 
 
 def test_the_lab_imports_nothing_else_of_thinwire() -> None:

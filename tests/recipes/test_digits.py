@@ -1,8 +1,12 @@
 """The default recipe: its data, and that a few steps of training learn something."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from thinwire.errors import RecipeError
 from thinwire.recipes import get_recipe
 from thinwire.recipes.digits import read_digits
 from thinwire.recipes.recipe import DataOrder, TensorSplit
@@ -20,6 +24,12 @@ def test_the_data_is_split_once_and_for_all() -> None:
     assert abs(float(one.train.inputs.mean())) < 1e-4
     assert abs(float(one.train.inputs.std()) - 1) < 1e-4
     assert sorted(set(one.test.labels.tolist())) == list(range(10))
+
+
+def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    assert len(get_recipe("digits").load(tmp_path).test) == 500
+    with pytest.raises(RecipeError, match="nowhere does not exist: leave out --data"):
+        get_recipe("digits").load(tmp_path / "nowhere")
 
 
 def test_the_file_holds_what_scikit_learn_reads_from_it() -> None:

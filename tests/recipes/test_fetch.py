@@ -1,8 +1,10 @@
 """Downloads from a real server on loopback: whole, truncated, corrupt, absent; nothing half-done stays."""
 
+import errno
 import gzip
 import hashlib
 import io
+import os
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -96,9 +98,56 @@ def test_nobody_listens(tmp_path: Path) -> None:
         fetch(Asset("digits.gz", ("http://127.0.0.1:1/whole",), SUM), tmp_path)
 
 
+class Full(io.RawIOBase):
+    """A file on a full disk."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int, mode: str) -> Full:
+        os.close(handle)
+        return Full()
+
+    monkeypatch.setattr("os.fdopen", full)
+    with pytest.raises(RecipeError, match=r"cannot write to the cache folder .* \(No space left on device\)"):
+        fetch(asset(server, "whole", "whole"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert server.requests == 1  # no other mirror makes room
+
+
+def test_a_folder_without_rights_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")  # root may write anywhere, so it is made up
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    with pytest.raises(RecipeError, match=r"cannot write to the cache folder .* \(Permission denied\)"):
+        fetch(Asset("digits.gz", ("http://127.0.0.1:1/whole",), SUM), tmp_path)
+
+
 def test_the_cache_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir("mnist") == tmp_path / "thinwire" / "mnist"
+
+
+def test_unpacking_to_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfileobj", full)
+    with pytest.raises(RecipeError, match=r"cannot write to .*No space left on device"):
+        cifar10.unpack(archive)
+    assert list((tmp_path / cifar10.FOLDER).iterdir()) == []
 
 
 def test_the_cifar_archive_is_unpacked_without_following_its_paths(

@@ -47,6 +47,19 @@ def test_a_subfolder_of_the_dataset_is_found(mnist_folder: Path) -> None:
     assert len(get_recipe("fashion-mnist").load(mnist_folder).test) == 20
 
 
+def test_a_subfolder_wins_over_files_of_another_dataset(mnist_folder: Path) -> None:
+    inner = mnist_folder / "fashion-mnist"
+    inner.mkdir()
+    assert len(get_recipe("fashion-mnist").load(mnist_folder).test) == 20  # an empty one does not
+    for part, count in (("train", 30), ("t10k", 10)):
+        (inner / f"{part}-images-idx3-ubyte").write_bytes(idx(np.zeros((count, 28, 28), dtype=np.uint8)))
+        (inner / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.zeros(count, dtype=np.uint8)))
+    assert len(get_recipe("fashion-mnist").load(mnist_folder).test) == 10
+    assert len(get_recipe("mnist").load(mnist_folder).test) == 20
+    (inner / "t10k-images-idx3-ubyte").unlink()
+    assert f"is missing in {inner}" in refusal(mnist_folder, "fashion-mnist")
+
+
 def refusal(folder: Path, recipe: str = "mnist") -> str:
     with pytest.raises(RecipeError) as caught:
         get_recipe(recipe).load(folder)

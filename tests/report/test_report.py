@@ -1,6 +1,7 @@
 """The report: its figures are those of the logs, and the page is drawn whole in a real browser."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 from tests.report.browser import render
+from tests.report.made_up import made_up
 from tests.report.training import Training
 from thinwire.cli import run
 from thinwire.errors import LogError
-from thinwire.events import Diagnosis, Eval, Run, RunLog, Step
+from thinwire.events import Diagnosis, Run, RunLog
 from thinwire.report.figures import figures
 from thinwire.report.page import megabytes, write_report
-from thinwire.report.summary import headline, show_metric, summarise, told_apart
+from thinwire.report.summary import headline, show_metric, summarise
 
 
 @pytest.fixture(scope="session")
@@ -29,29 +31,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> list[RunLog]:
         Training("topk1", 0.01, seed=1),
     ]
     return [training.run(folder / f"{i}.jsonl") for i, training in enumerate(trainings)]
-
-
-def made_up(method: str, *, hit: int | None, ms: float, sent: int, seed: int = 0) -> RunLog:
-    """A log with round numbers: 10 steps, the target reached at step `hit`."""
-    run_record = Run(
-        command="c", recipe="digits", method=method, workers=2, batch=8, parameters=9, seed=seed, target=0.9
-    )
-    log = RunLog(run_record)
-    for number in range(1, 11):
-        slow = 10.0 if number == 1 else 1.0  # the first step warms up
-        for rank in (0, 1):
-            seconds = slow * ms / 1000 * (1 + rank)
-            wall = number * 2 * ms / 1000
-            log.add(
-                Step(
-                    step=number, epoch=number / 5, wall=wall, compute=seconds, compress=0, exchange=0, apply=0,
-                    bytes_sent=sent, bytes_received=sent, loss=1.0, rank=rank,
-                )
-            )  # fmt: skip
-        for split in ("train", "test"):
-            value = 0.95 if hit is not None and number >= hit else 0.5
-            log.add(Eval(step=number, epoch=1, wall=wall, split=split, metric="accuracy", value=value))
-    return log
 
 
 def test_the_summary_is_computed_as_documented() -> None:
@@ -70,14 +49,6 @@ def test_the_summary_is_computed_as_documented() -> None:
     assert (sparse.train, sparse.test) == (0.95, 0.95)
 
 
-def test_runs_on_different_networks_are_told_apart() -> None:
-    slow, quick = (made_up("topk1", hit=4, ms=ms, sent=40) for ms in (100, 10))
-    slow.run, quick.run = replace(slow.run, rate="100mbit"), replace(quick.run, rate="none")
-    found = {summary.method: summary.step_ms for summary in summarise(told_apart([slow, quick]))}
-    assert found == {"topk1, 100mbit": pytest.approx(200), "topk1, no limit": pytest.approx(20)}
-    assert [log.run.method for log in told_apart([slow, slow])] == ["topk1", "topk1"]
-
-
 def test_a_metric_that_is_not_a_number_leaves_a_gap(tmp_path: Path) -> None:
     log = made_up("topk1", hit=4, ms=10, sent=40)
     log.evals[3] = replace(log.evals[3], value=float("nan"))
@@ -92,14 +63,13 @@ def test_what_was_not_reached_is_not_claimed() -> None:
     half = made_up("topk1", hit=None, ms=10, sent=40, seed=1)
     assert summarise([dense, fast])[1].speedup is None
     assert summarise([fast, half])[0].seconds_to_target is None
-    said = {"metric": "accuracy", "target": 0.9}
-    assert "dense did not reach it" in headline(summarise([dense, fast]), **said)  # type: ignore[arg-type]
-    assert headline(summarise([dense]), **said).startswith("None of the 1")  # type: ignore[arg-type]
-    nothing = {"metric": "accuracy", "target": float("nan")}
-    assert "topk1 had the fastest step" in headline(summarise([dense, half]), **nothing)  # type: ignore[arg-type]
+    assert "dense did not reach it" in headline(summarise([dense, fast]), metric="accuracy")
+    assert headline(summarise([dense]), metric="accuracy").startswith("None of the 1")
+    aimless = [made_up(name, hit=None, ms=ms, sent=40, target=math.nan) for name, ms in (("dense", 100), ("topk1", 10))]
+    assert "topk1 had the fastest step" in headline(summarise(aimless), metric="accuracy")
     slower = made_up("topk1", hit=9, ms=300, sent=40)
     arrived = made_up("dense", hit=4, ms=100, sent=4000)
-    assert "no other method was faster" in headline(summarise([arrived, slower]), **said)  # type: ignore[arg-type]
+    assert "no other method was faster" in headline(summarise([arrived, slower]), metric="accuracy")
 
 
 def test_numbers_as_people_write_them() -> None:

@@ -14,6 +14,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.bench.verdict import verdict
 from thinwire.race.options import JsonFile, write_json
 
 METHODS = "dense,fp16,percentile90,topk1"
@@ -43,21 +44,31 @@ def advice_command(
     steps: Annotated[int, typer.Option(min=1, help="Steps per method and round.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Predictions and measurements in turn.")] = 3,
     json_file: JsonFile = None,
-) -> None:
+) -> int:
     """Predicted against measured step times on emulated hosts."""
     from thinwire.race.methods import check_method
 
     names = [name.strip() for name in methods.split(",")]
     for name in names:
         check_method(name)
-    if not all(number.strip().isdigit() and int(number) >= 2 for number in hosts.split(",")):
-        raise ValueError(f"--hosts: numbers of at least 2, comma-separated, not {hosts!r}")
+    places = _places(hosts, rates)
     options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": 3}
-    cells = [
-        cell for number in hosts.split(",") for rate in rates.split(",") for cell in measure(int(number), rate, options)
-    ]
+    cells = [cell for number, rate in places for cell in measure(number, rate, options)]
     _show(cells)
     write_json(json_file, {**options, "cells": [{**asdict(cell), "error": cell.error} for cell in cells]})
+    return verdict(abs(cell.error) <= BAR for cell in cells)
+
+
+def _places(hosts: str, rates: str) -> list[tuple[int, str]]:
+    """All labs that are to be built; ValueError for a word that the last of them would refuse."""
+    from thinwire.lab import Lab
+
+    if not all(number.strip().isdecimal() and int(number) >= 2 for number in hosts.split(",")):
+        raise ValueError(f"--hosts: numbers of at least 2, comma-separated, not {hosts!r}")
+    places = [(int(number), rate.strip()) for number in hosts.split(",") for rate in rates.split(",")]
+    for number, rate in places:
+        Lab(number, rate=rate)  # checks its words; it is built when it is entered
+    return places
 
 
 def measure(hosts: int, rate: str, options: dict[str, Any]) -> list[Cell]:
@@ -87,7 +98,7 @@ def _show(cells: list[Cell]) -> None:
     for column in ("hosts", "rate", "method", "predicted ms", "measured ms", "off", ""):
         table.add_column(column, justify="left" if column in ("method", "") else "right", no_wrap=True)
     for c in cells:
-        verdict = "[green]pass[/]" if abs(c.error) <= BAR else "[red]missed[/]"
+        word = "[green]pass[/]" if abs(c.error) <= BAR else "[red]missed[/]"
         figures = (f"{c.predicted_ms:,.1f}", f"{c.measured_ms:,.1f}", f"{c.error:+.0%}")
-        table.add_row(str(c.hosts), c.rate, c.method, *figures, verdict)
+        table.add_row(str(c.hosts), c.rate, c.method, *figures, word)
     Console().print(table)

@@ -28,11 +28,11 @@ def codec(
     quick: Annotated[
         bool, typer.Option("--quick", help="Small tensor, few repetitions: a look, not a result.")
     ] = False,
-) -> None:
+) -> int:
     """Encode and decode, as ratios to copying the same tensor: one thread, best of several."""
     from thinwire.bench.show import run
 
-    run(n or ([1_756_426] if quick else [1_756_426, 25_000_000]), json_file, seconds=0.25 if quick else 1.2)
+    return run(n or ([1_756_426] if quick else [1_756_426, 25_000_000]), json_file, seconds=0.25 if quick else 1.2)
 
 
 app.command("ddp")(ddp_command)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from thinwire.bench.verdict import verdict
 from thinwire.race.options import JsonFile, write_json
 
 PARTS = ("phases", "stragglers", "policies")
@@ -84,7 +85,7 @@ def server_command(
     steps: Annotated[int, typer.Option(min=3, help="Steps of the dense runs.")] = 8,
     seconds: Annotated[float, typer.Option(min=2.0, help="Length of the runs with stragglers.")] = 15.0,
     json_file: JsonFile = None,
-) -> None:
+) -> int:
     """Phase times, stragglers and scheduling policies of the parameter server."""
     parts = [part.strip() for part in only.split(",")]
     if not parts or not set(parts) <= set(PARTS):
@@ -108,6 +109,7 @@ def server_command(
             f"{'met   ' if measured >= bar else 'MISSED'} {what}: {measured:.2f}x (bar {bar}x)", highlight=False
         )
     write_json(json_file, figures)
+    return verdict(measured >= bar for measured, bar in figures["bars"].values())
 
 
 Lines = list[tuple[str, dict[str, Any]]]

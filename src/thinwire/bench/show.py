@@ -1,4 +1,4 @@
-"""Runs the codec's benchmark and shows it: progress on stderr, tables on stdout, rows as JSON."""
+"""Runs the codec's benchmark and shows it: progress on stderr, tables on stdout, rows and bars as JSON."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +17,12 @@ from rich.table import Table
 
 from thinwire.bench.bars import BARS_FOR, Bar, density_bars, from_rows, memory_bars
 from thinwire.bench.codec import Row, rows_of, steps_of
+from thinwire.bench.verdict import verdict
 from thinwire.race.options import write_json
 
 
-def run(sizes: list[int], file: Path | None, seconds: float) -> None:
-    """Measure all rows and bars; `seconds` is spent on each row."""
+def run(sizes: list[int], file: Path | None, seconds: float) -> int:
+    """Measure all rows and bars; `seconds` is spent on each row. Returns 1 if a bar was missed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -32,7 +33,11 @@ def run(sizes: list[int], file: Path | None, seconds: float) -> None:
     for n in sizes:
         console.print(_table([row for row in rows if row.n == n], n))
     console.print(_bar_table(bars, max(sizes)))
-    write_json(file, [asdict(row) for row in rows])
+    # The bars are set for one size; at another the figures stand without a verdict.
+    judged = max(sizes) == BARS_FOR
+    figures = [{**asdict(bar), "passed": bar.passed if judged else None} for bar in bars]
+    write_json(file, {"rows": [asdict(row) for row in rows], "bars": figures})
+    return verdict(bar.passed for bar in bars if judged)
 
 
 def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:
@@ -91,7 +96,6 @@ def _table(rows: list[Row], n: int) -> Table:
 
 
 def _bar_table(bars: list[Bar], n: int) -> Table:
-    # The bars are set for one size; at another the figures stand without a verdict.
     judged = n == BARS_FOR
     table = Table(
         title=f"Bars for n = {BARS_FOR:,}, at 1 % unless said otherwise" + ("" if judged else f"; here {n:,}")
@@ -99,8 +103,9 @@ def _bar_table(bars: list[Bar], n: int) -> Table:
     for column, justify in (("what", "left"), ("bar", "right"), ("measured", "right"), ("", "left"), ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for bar in bars:
-        verdict = "" if not judged else "[green]pass[/]" if bar.passed else "[red]missed[/]"
+        words = {True: "[green]pass[/]", False: "[red]missed[/]", None: "not measured"}
         sign = "≤" if bar.most else "≥"
         digits = 3 if bar.limit < 2 else 2
-        table.add_row(bar.what, f"{sign} {bar.limit:g}", f"{bar.measured:,.{digits}f}", bar.unit, verdict)
+        word = words[bar.passed] if judged or bar.passed is None else ""
+        table.add_row(bar.what, f"{sign} {bar.limit:g}", _number(bar.measured, digits), bar.unit, word)
     return table

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from thinwire.bench.verdict import verdict
 from thinwire.race.options import JsonFile, write_json
 
 PARTS = ("loss", "fair", "incast", "fuzz", "sender")
@@ -27,15 +28,17 @@ def udp_command(
     seconds: Annotated[float, typer.Option(min=1.0, help="Length of the flows.")] = 8.0,
     fuzzed: Annotated[int, typer.Option(min=1000, help="Forged datagrams.")] = 1_000_000,
     json_file: JsonFile = None,
-) -> None:
+) -> int:
     """Training over datagrams: through loss, next to TCP, with many senders, under fire."""
     parts = [part.strip() for part in only.split(",")]
     if not parts or not set(parts) <= set(PARTS):
         raise ValueError(f"--only takes {', '.join(PARTS)}, not {only!r}")
+    losses = [word.strip() for word in loss.split(",")]
+    link = _check(parts, rate, losses)
     bars: Bars = {}
     figures: dict[str, Any] = {"rate": rate, "bars": bars}
     if "loss" in parts:
-        figures["loss"] = _loss(rate, [word.strip() for word in loss.split(",")], steps, bars)
+        figures["loss"] = _loss(rate, losses, steps, bars)
     if "fair" in parts:
         figures["fair"] = {control: _flows(rate, 1, 1, seconds, control) for control in _controls()}
         for control, flows in figures["fair"].items():
@@ -43,10 +46,8 @@ def udp_command(
             bars[f"share next to a TCP flow ({control}), the smaller of the larger"] = min(shares) / max(shares), 0.5
     if "incast" in parts:
         figures["incast"] = _flows(rate, 13, 0, seconds)
-        from thinwire.lab.units import parse_rate
-
         total = sum(figures["incast"]["mbit"].values())
-        bars["13 senders fill the link to one receiver"] = total / (1e-6 * (parse_rate(rate) or 1)), 0.7
+        bars["13 senders fill the link to one receiver"] = total / (1e-6 * link), 0.7
     if "fuzz" in parts:
         figures["fuzz"] = _fuzz(fuzzed)
         bars["forged datagrams that change nothing"] = figures["fuzz"]["harmless"], 1.0
@@ -61,6 +62,19 @@ def udp_command(
             f"{'met   ' if measured >= bar else 'MISSED'} {what}: {measured:.2f} (bar {bar})", highlight=False
         )
     write_json(json_file, figures)
+    return verdict(measured >= bar for measured, bar in bars.values())
+
+
+def _check(parts: list[str], rate: str, losses: list[str]) -> int:
+    """Bits per second into a host (1 where no part asks); ValueError for words that a lab would refuse later."""
+    from thinwire.lab.units import parse_loss, parse_rates
+
+    link = parse_rates(rate).down
+    if "incast" in parts and link is None:
+        raise ValueError("incast fills a link and needs a --rate: give one, or leave incast out of --only")
+    for share in losses if "loss" in parts else []:
+        parse_loss(share)
+    return link or 1
 
 
 def _lab(hosts: int, rate: str, argv: list[str], kinds: tuple[str, ...], loss: str | None = None) -> Any:

@@ -1,6 +1,7 @@
 """What works here, and why not: every ability that a lab needs is tried, not guessed."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ class Ability:
 
 def check() -> list[Ability]:
     """Try everything in a lab of one host and return what was found."""
+    if not sys.platform.startswith("linux"):  # rights and settings, as in _why_not, would not help
+        return [Ability("namespaces", False, f"a lab needs Linux; this is {sys.platform}")]
     run_file = RunFile({"h0": shaping.address(0)})
     try:
         spaces = Namespaces(run_file)

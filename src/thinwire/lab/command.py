@@ -71,8 +71,9 @@ def lab_command(
 
 def _run(lab: Lab, words: list[str], ranks: int, timeout: float | None) -> tuple[RunResult, float]:
     def show(host: int, line: str) -> None:
-        try:
-            print(f"[h{host}] {line}", flush=True)
+        encoding = sys.stdout.encoding or "utf-8"
+        try:  # a sign that our output cannot show must not end the run
+            print(f"[h{host}] {line}".encode(encoding, "replace").decode(encoding), flush=True)
         except BrokenPipeError:  # the reader of our output is gone, as after `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
@@ -141,6 +142,7 @@ def _figures(lab: Lab, command: list[str], result: RunResult, up: float) -> dict
         "per_host": [
             {
                 "host": each.host,
+                "rate": str(lab.rates[each.host]),
                 "exit_code": each.code,
                 "wall_seconds": each.wall,
                 "cpu_seconds": each.cpu,

@@ -46,9 +46,9 @@ class Lab:
             raise ValueError(f"a lab has 1 to {MOST_HOSTS} hosts, not {hosts}")
         self.hosts = hosts
         self.rate = parse_rates(rate)
-        self._rates = [self.rate] * hosts
+        self.rates = [self.rate] * hosts
         for host, other in (host_rates or {}).items():
-            self._rates[self._checked(host)] = parse_rates(other)
+            self.rates[self._checked(host)] = parse_rates(other)
         self.loss = parse_loss(loss)
         self._losses = [self.loss] * hosts
         self._netem_loss = False
@@ -109,12 +109,12 @@ class Lab:
         self._shape(list(everyone))
 
     def _shape(self, hosts: list[int]) -> None:
-        down = [line for host in hosts for line in shaping.queue_lines(f"h{host}", self._rates[host].down)]
+        down = [line for host in hosts for line in shaping.queue_lines(f"h{host}", self.rates[host].down)]
         try:
             self._spaces.batch(SWITCH, ["tc", "-batch", "-"], down)
             for host in hosts:
                 loss = self._losses[host] if self._netem_loss else 0.0
-                up = shaping.queue_lines(INTERFACE, self._rates[host].up, delay=self.delay, loss=loss)
+                up = shaping.queue_lines(INTERFACE, self.rates[host].up, delay=self.delay, loss=loss)
                 self._spaces.batch(host, ["tc", "-batch", "-"], up)
         except LabError as error:
             if self.delay and "unknown" in str(error):
@@ -180,7 +180,7 @@ class Lab:
             "name": self.name,
             "host": host,
             "hosts": self.hosts,
-            "rate": str(self._rates[host]),
+            "rate": str(self.rates[host]),
             "loss": self._losses[host],
             "delay": self.delay,
         }
@@ -259,7 +259,7 @@ class Lab:
 
     def set_rate(self, host: int, rate: str | int | Rates | None) -> None:
         """Change the rate of a host's link, both directions or `UP/DOWN`; None removes the shaping."""
-        self._rates[self._checked(host)] = parse_rates(rate)
+        self.rates[self._checked(host)] = parse_rates(rate)
         self._shape([host])
 
     def set_loss(self, host: int, loss: str | float | None) -> None:

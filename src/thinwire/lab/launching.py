@@ -151,7 +151,7 @@ class Launch:
         code = self._failed.code
         if code > 0:
             return code, f"host h{self._failed.host} failed with exit code {code}"
-        return 128 - code, f"host h{self._failed.host} died: killed by {signal.Signals(-code).name}"
+        return 128 - code, f"host h{self._failed.host} died: killed by {_signal_name(-code)}"
 
     def _serve_until(self, end: float) -> None:
         while self._running and time.monotonic() < end:
@@ -202,6 +202,14 @@ class Launch:
             if job.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(job.process.pid, number)
+
+
+def _signal_name(number: int) -> str:
+    """As in signal(7); of the real-time signals Python names only the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"
 
 
 def _seconds(usage: resource.struct_rusage) -> float:

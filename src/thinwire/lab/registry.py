@@ -73,7 +73,10 @@ def _entries() -> Iterator[tuple[Path, dict[str, Any]]]:
             entry = json.loads(path.with_suffix(".json").read_text())
         if not entry:  # killed before it could write its run file: the name still says who it was
             pid = int(path.name[2:].partition("-")[0])
-            age = time.time() - path.stat().st_mtime
+            try:
+                age = time.time() - path.stat().st_mtime
+            except FileNotFoundError:  # that lab has closed meanwhile
+                continue
             entry = {"owner": [pid, started(pid) if age < 60 else None]}
         if entry.get("space", _space()) == _space():  # elsewhere, process numbers mean other processes
             yield path, entry

@@ -3,6 +3,7 @@
 Pixels enter as (x - 128) / 255; training is plain SGD without momentum.
 """
 
+import gzip
 import os
 import shutil
 import tarfile
@@ -11,13 +12,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 
 from thinwire.errors import RecipeError
 from thinwire.recipes.convnet import cuda_convnet
-from thinwire.recipes.fetch import Asset, cache_dir, fetch
+from thinwire.recipes.fetch import Asset, cache_dir, cannot_write, fetch
 from thinwire.recipes.formats import CIFAR_IMAGES, Bytes, find_file, map_cifar_batch
 from thinwire.recipes.recipe import Batch, Defaults, Recipe, Splits
 
@@ -51,18 +53,30 @@ class MappedImages:
 def unpack(archive: Path) -> None:
     """Take the six batch files out of the archive, next to it; each appears by one rename."""
     target = archive.parent / FOLDER
-    target.mkdir(exist_ok=True)
     try:
+        target.mkdir(exist_ok=True)
         with tarfile.open(archive) as tar:
             for name in (*TRAIN_FILES, TEST_FILE):
                 member = tar.extractfile(f"{FOLDER}/{name}")
                 if member is None:
                     raise KeyError(name)
-                with tempfile.NamedTemporaryFile(dir=target, suffix=".part", delete=False) as out:
-                    shutil.copyfileobj(member, out)
-                os.replace(out.name, target / name)
-    except (tarfile.TarError, KeyError, EOFError, zlib.error) as error:
+                _place(member, target / name)
+    except (tarfile.TarError, KeyError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecipeError(f"{archive} is corrupt ({error}): delete it and run again.") from error
+    except OSError as error:
+        raise cannot_write(target, error) from error
+
+
+def _place(contents: IO[bytes], path: Path) -> None:
+    part = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as out:
+            part = Path(out.name)
+            shutil.copyfileobj(contents, out)
+        os.replace(part, path)
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
 
 
 def load(data_dir: Path | None) -> Splits:

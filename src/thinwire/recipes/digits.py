@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import RecipeError
 from thinwire.recipes.convnet import cuda_convnet
 from thinwire.recipes.recipe import Defaults, Recipe, Splits, TensorSplit
 
@@ -35,6 +36,8 @@ def read_digits() -> tuple[Tensor, Tensor]:
 
 def load(data_dir: Path | None) -> Splits:
     """Read the digits from the installed scikit-learn; there is nothing to read from a folder."""
+    if data_dir is not None and not data_dir.is_dir():
+        raise RecipeError(f"the data folder {data_dir} does not exist: leave out --data, the digits need none.")
     pixels, labels = read_digits()
     images = pixels.view(-1, 1, 8, 8)
     # The writers follow one another in the file: a fixed shuffle puts all of them into both splits.

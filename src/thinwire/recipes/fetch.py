@@ -3,6 +3,7 @@
 Nothing half-done is ever left under the final name: a file appears there by one rename, after its check.
 """
 
+import errno
 import gzip
 import hashlib
 import os
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from thinwire.errors import RecipeError
 
 CHUNK = 1 << 18
+_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -43,30 +45,45 @@ def cache_dir(dataset: str) -> Path:
 def fetch(asset: Asset, folder: Path) -> Path:
     """Return the file's path in `folder`, downloading it first if it is not there."""
     path = folder / asset.name
-    if path.exists():
-        return path
     try:
+        if path.exists():
+            return path
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"cannot make the cache folder {folder} ({error.strerror}): set XDG_CACHE_HOME.") from error
     reasons = []
     for url in asset.urls:
-        handle, temporary = tempfile.mkstemp(prefix=f"{asset.name}.", suffix=".part", dir=folder)
         try:
-            with os.fdopen(handle, "wb") as out:
-                _download(url, out, asset.name)
-            _check(Path(temporary), asset)
-            os.replace(temporary, path)
+            _fetch_from(url, asset, path)
             return path
         except (OSError, HTTPException, RecipeError) as error:
+            if isinstance(error, OSError) and error.errno in _DISK:  # no other mirror would help
+                raise cannot_write(folder, error) from error
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             reasons.append(f"{url}: {reason}")
-        finally:
-            Path(temporary).unlink(missing_ok=True)
     raise RecipeError(
         f"cannot download {asset.name} ({'; '.join(reasons)}): "
         "try again later, or get the file by other means and give its folder with --data."
     )
+
+
+def cannot_write(folder: Path, error: OSError) -> RecipeError:
+    """The sentence about a cache folder that takes no files."""
+    why = error.strerror or error
+    return RecipeError(
+        f"cannot write to the cache folder {folder} ({why}): make room or rights, or set XDG_CACHE_HOME."
+    )
+
+
+def _fetch_from(url: str, asset: Asset, path: Path) -> None:
+    handle, temporary = tempfile.mkstemp(prefix=f"{asset.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            _download(url, out, asset.name)
+        _check(Path(temporary), asset)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _download(url: str, out: BinaryIO, name: str) -> None:

@@ -19,15 +19,27 @@ CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
 def find_file(data_dir: Path, name: str, *, subfolders: tuple[str, ...] = (), zipped: bool = True) -> Path:
-    """The path of `name`, or where that can be read `name.gz`, in a folder or one of its usual subfolders."""
+    """The path of `name`, or where that can be read `name.gz`, in a folder or one of its usual subfolders.
+
+    A subfolder with files is the dataset's own. Files of the same names beside it may be another dataset's, so they are
+    not looked at then, not even for a file that the subfolder lacks.
+    """
     if not data_dir.is_dir():
         raise RecipeError(f"the data folder {data_dir} does not exist: give the folder that holds {name}.")
-    for folder in (data_dir, *(data_dir / sub for sub in subfolders)):
+    folders = [data_dir / sub for sub in subfolders if _has_files(data_dir / sub)] or [data_dir]
+    for folder in folders:
         for candidate in (folder / name, *([folder / f"{name}.gz"] if zipped else [])):
             if candidate.is_file():
                 return candidate
     forms = f" (as it is or as {name}.gz)" if zipped else ""
-    raise RecipeError(f"{name} is missing in {data_dir}: put it there{forms}, or leave out --data to download it.")
+    raise RecipeError(f"{name} is missing in {folders[0]}: put it there{forms}, or leave out --data to download it.")
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and any(path.is_file() for path in folder.iterdir())
+    except OSError as error:
+        raise RecipeError(f"cannot read the data folder {folder} ({error.strerror}): check its permissions.") from error
 
 
 def read_bytes(path: Path) -> bytes:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.events import PHASES, Histogram, RunLog
-from thinwire.report.summary import by_method, bytes_per_host_step, last_value, phase_ms, reached, settled
+from thinwire.report.logs import target_of
+from thinwire.report.summary import by_method, last_value, phase_ms, reached, settled, summarise
 
 LAYERS_SHOWN = 12
 DIAGNOSED = ("delta", "xi", "residual_ratio", "cosine", "age", "waited")
@@ -16,11 +17,12 @@ def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
     run = logs[0].run
     methods = list(by_method(logs))
     scale = 100.0 if run.metric == "accuracy" else 1.0
+    goal, *others = dict.fromkeys(target_of(log.run) for log in logs)
     return {
         "methods": methods,
         "metric": "accuracy (%)" if run.metric == "accuracy" else run.metric.upper(),
         "percent": run.metric == "accuracy",
-        "target": None if run.target != run.target else run.target * scale,
+        "target": None if goal is None or others else goal * scale,
         "curves": [curve for log in logs for curve in _curves(log, scale)],
         "phases": _phases(logs),
         "bytes": _bytes(logs),
@@ -64,14 +66,9 @@ def _phases(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def _bytes(logs: Sequence[RunLog]) -> dict[str, Any]:
-    """Megabytes that a host sends in a step, per method."""
-    methods, amounts = [], []
-    for method, runs in by_method(logs).items():
-        values = [value for log in runs if (value := bytes_per_host_step(log)) is not None]
-        if values:
-            methods.append(method)
-            amounts.append(sum(values) / len(values) / 1e6)
-    return {"methods": methods, "mb": amounts}
+    """Megabytes that a host sends in a step, per method, as in the table."""
+    sent = {s.method: s.bytes_per_host_step / 1e6 for s in summarise(logs) if s.bytes_per_host_step is not None}
+    return {"methods": list(sent), "mb": list(sent.values())}
 
 
 def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:

@@ -98,10 +98,15 @@ def table_of(rows: Sequence[Row]) -> str:
 
 def replace_file(path: Path, text: str) -> None:
     """Write the whole page or nothing."""
+    part = None
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as out:
+            part = Path(out.name)
             out.write(text)
-        os.chmod(out.name, 0o644)
-        os.replace(out.name, path)
+        os.chmod(part, 0o644)
+        os.replace(part, path)
     except OSError as error:
         raise LogError(f"cannot write the report {path} ({error.strerror}): choose another place.") from error
+    finally:  # after Ctrl-C too; once it has its name there is none
+        if part is not None:
+            part.unlink(missing_ok=True)

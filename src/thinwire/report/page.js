@@ -3,6 +3,9 @@
 const others = data.methods.filter((method) => method !== "dense");
 const methodVariable = (method) => (method === "dense" ? "--m0" : `--m${1 + (others.indexOf(method) % 7)}`);
 const methodColour = (method) => colour(methodVariable(method));
+// Seven colours: the eighth method has the first one's again, with dashes and a hollow mark.
+const methodRound = (method) => Math.floor(Math.max(0, others.indexOf(method)) / 7);
+const methodDash = (method) => ["solid", "dash", "dot", "dashdot"][methodRound(method) % 4];
 const splits = ["test", "train"].filter((split) => data.curves.some((curve) => curve.split === split));
 let split = splits[0];
 
@@ -11,7 +14,7 @@ function curves(id, key, title, unit) {
   const runs = (method) => shown.filter((curve) => curve.method === method).length;
   const traces = shown.map((curve) => ({
     x: curve[key], y: curve.value, name: curve.method, type: "scatter", mode: curve.value.length > 1 ? "lines" : "markers",
-    line: { color: methodColour(curve.method), width: runs(curve.method) > 1 ? 1.2 : 2.2 },
+    line: { color: methodColour(curve.method), dash: methodDash(curve.method), width: runs(curve.method) > 1 ? 1.2 : 2.2 },
     hovertemplate: `${curve.method}, seed ${curve.seed}<br>%{x:.4g} ${unit}: %{y:.1f}<extra></extra>`,
   }));
   for (const curve of shown.filter((curve) => curve.met !== null)) {
@@ -93,7 +96,7 @@ function diagnoses() {
   for (const [index, [key, caption, note, range]] of diagnosed.entries()) {
     const figure = figureIn(place, index, caption, note);
     const traces = data.diagnoses.map((run) => ({
-      x: run.step, y: run[key], type: "scatter", mode: run.step.length > 1 ? "lines" : "markers", line: { color: methodColour(run.method), width: 1.8 },
+      x: run.step, y: run[key], type: "scatter", mode: run.step.length > 1 ? "lines" : "markers", line: { color: methodColour(run.method), dash: methodDash(run.method), width: 1.8 },
       marker: { color: methodColour(run.method) }, hovertemplate: `${run.method}, seed ${run.seed}<br>step %{x}: %{y:.3g}<extra></extra>`,
     }));
     draw(figure.lastChild, traces, { xaxis: axis("step", { showgrid: false, nticks: 5 }), yaxis: axis("", { nticks: 5, ...range }) });
@@ -105,7 +108,8 @@ function layers() {
   for (const [index, layer] of data.layers.shown.entries()) {
     const figure = figureIn(place, index, layer.layer, `${layer.entries.toLocaleString("en")} entries`);
     const traces = layer.series.map((one) => ({
-      x: one.x, y: one.share, type: "scatter", mode: "lines", line: { color: methodColour(one.method), width: 1.8, shape: "hvh" },
+      x: one.x, y: one.share, type: "scatter", mode: "lines",
+      line: { color: methodColour(one.method), dash: methodDash(one.method), width: 1.8, shape: "hvh" },
       fill: layer.series.length === 1 ? "tozeroy" : "none", hovertemplate: `${one.method}<br>|g| ≈ %{x:.1e}: %{y:.2f} %<extra></extra>`,
     }));
     const decades = data.layers.range;
@@ -157,12 +161,19 @@ function choose(name) {
   paint();
 }
 
+function methodLegend(id, methods) {
+  legend(id, methods, methodVariable);
+  for (const entry of document.getElementById(id).children) entry.dataset.round = methodRound(entry.textContent);
+}
+
 function prepare() {
   for (const cell of document.querySelectorAll("tbody th[data-method]")) {
     const method = data.methods.find((name) => cell.dataset.method === name || cell.dataset.method.startsWith(`${name} (`));
-    if (method) cell.style.setProperty("--dot", `var(${methodVariable(method)})`);
+    if (!method) continue;
+    cell.style.setProperty("--dot", `var(${methodVariable(method)})`);
+    cell.dataset.round = methodRound(method);
   }
-  legend("methods", data.methods, methodVariable);
+  methodLegend("methods", data.methods);
   legend("phases", data.phases.series.map((one) => one.phase), (phase) => `--${phase}`);
   if (splits.length > 1) {
     for (const name of splits) {
@@ -176,7 +187,7 @@ function prepare() {
   }
   if (data.diagnoses.length) {
     document.getElementById("diagnosis-section").hidden = false;
-    legend("diagnosed-methods", [...new Set(data.diagnoses.map((run) => run.method))], methodVariable);
+    methodLegend("diagnosed-methods", [...new Set(data.diagnoses.map((run) => run.method))]);
   }
   if (data.layers.shown.length) {
     document.getElementById("gradient-section").hidden = false;
@@ -185,7 +196,7 @@ function prepare() {
     const steps = Math.max(...data.layers.shown.map((layer) => layer.step));
     const rest = data.layers.left_out ? ` The ${data.layers.left_out} smallest layers are left out; the logs have them.` : "";
     document.getElementById("gradient-note").textContent = `The last histogram of each run (step ${steps}): how many entries of a layer's gradient are how large.${rest}`;
-    legend("gradient-methods", [...new Set(data.layers.shown.flatMap((layer) => layer.series.map((one) => one.method)))], methodVariable);
+    methodLegend("gradient-methods", [...new Set(data.layers.shown.flatMap((layer) => layer.series.map((one) => one.method)))]);
   }
   choose(split);
 }

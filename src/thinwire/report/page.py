@@ -1,13 +1,13 @@
 """Write the page: text, table, figures and plotly.js in one HTML file that needs no network."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from thinwire.errors import LogError
-from thinwire.events import RunLog
+from thinwire.events import Run, RunLog
 from thinwire.report.figures import figures
+from thinwire.report.logs import prepare, target_of
 from thinwire.report.markup import Row, fill, replace_file
-from thinwire.report.summary import MethodSummary, headline, show_metric, summarise, told_apart
+from thinwire.report.summary import MethodSummary, headline, show_metric, summarise
 
 
 def write_report(
@@ -23,17 +23,15 @@ def write_report(
     `verdict` is the sentence under the title and `table` the rows of the summary, heading to text, with the
     method under its first heading; both are computed from the logs where they are not given.
     """
-    if not logs:
-        raise LogError("a report needs at least one event log.")
-    logs = told_apart(logs)
-    run = logs[0].run
+    logs = prepare(logs, named=table is not None)
+    metric = logs[0].run.metric
     summaries = summarise(logs)
     page = fill(
         "page",
-        title=title or f"{run.recipe}: {run.workers} hosts at {run.rate}",
-        verdict=verdict or headline(summaries, metric=run.metric, target=run.target),
+        title=title or _title(logs),
+        verdict=verdict or headline(summaries, metric=metric),
         facts=_facts(logs),
-        table=summary_rows(summaries, metric=run.metric) if table is None else table,
+        table=summary_rows(summaries, metric=metric) if table is None else table,
         runs=_runs(logs),
         data=figures(logs),
     )
@@ -68,17 +66,33 @@ def megabytes(amount: float) -> str:
     return f"{mb:.1f} MB" if mb >= 10 else f"{mb:.2f} MB" if mb >= 0.1 else f"{1000 * mb:.1f} kB"
 
 
+def _all(logs: Sequence[RunLog], word: Callable[[Run], str]) -> str:
+    """Every distinct value of a fact about the runs."""
+    return ", ".join(dict.fromkeys(word(log.run) for log in logs))
+
+
+def _title(logs: Sequence[RunLog]) -> str:
+    hosts, rates = _all(logs, lambda run: f"{run.workers}"), _all(logs, lambda run: run.rate)
+    return f"{_all(logs, lambda run: run.recipe)}: {hosts} hosts at {rates}"
+
+
 def _facts(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
-    run = logs[0].run
     seeds = sorted({log.run.seed for log in logs})
-    return [
-        ("recipe", run.recipe),
-        ("hosts", f"{run.workers}"),
-        ("link", run.rate),
-        ("parameters", f"{run.parameters:,}"),
-        ("batch", f"{run.batch} × {run.workers}"),
+    facts = [
+        ("recipe", _all(logs, lambda run: run.recipe)),
+        ("hosts", _all(logs, lambda run: f"{run.workers}")),
+        ("link", _all(logs, lambda run: run.rate)),
+        ("parameters", _all(logs, lambda run: f"{run.parameters:,}")),
+        ("batch", _all(logs, lambda run: f"{run.batch} × {run.workers}")),
         ("seed" if len(seeds) == 1 else "seeds", ", ".join(map(str, seeds))),
     ]
+    if any(log.run.transport for log in logs):
+        facts.append(("transport", _all(logs, lambda run: run.transport or "none")))
+    if any(log.run.packet_loss for log in logs):
+        facts.append(("packets lost", _all(logs, lambda run: f"{100 * run.packet_loss:.4g} %")))
+    if any(target_of(log.run) is not None for log in logs):
+        facts.append(("target", _all(logs, lambda run: show_metric(target_of(run), run.metric))))
+    return facts
 
 
 def _runs(logs: Sequence[RunLog]) -> list[tuple[str, str]]:

@@ -4,11 +4,12 @@ A race and a report compute them here, so that both say the same.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean, median
 
 from thinwire.events import PHASES, Eval, Run, RunLog, Step
+from thinwire.report.logs import setting, target_of
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class MethodSummary:
 
     method: str
     runs: int
+    target: float | None
+    baseline: str | None
     step_ms: float | None
     bytes_per_host_step: float | None
     steps_to_target: float | None
@@ -34,23 +37,14 @@ def by_method(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
     return groups
 
 
-def told_apart(logs: Sequence[RunLog]) -> list[RunLog]:
-    """The logs; where they are of different recipes or networks, a method's name says of which."""
-    words: tuple[Callable[[Run], str], ...] = (
-        lambda run: run.recipe,
-        lambda run: f"{run.workers} workers",
-        lambda run: run.rate if run.rate != "none" else "no limit",
-    )
-    telling = [word for word in words if len({word(log.run) for log in logs}) > 1]
-    return [
-        replace(log, run=replace(log.run, method=", ".join([log.run.method, *(word(log.run) for word in telling)])))
-        for log in logs
-    ]
+def baseline_of(run: Run, groups: Mapping[str, Sequence[RunLog]]) -> str | None:
+    """The method that a run is compared with: dense in the same setting, if there is one."""
+    dense = (name for name, logs in groups.items() if _is_dense(name) and setting(logs[0].run) == setting(run))
+    return next(dense, None)
 
 
-def baseline(methods: Sequence[str]) -> str:
-    """The method that the others are compared with: dense, else the first."""
-    return next((method for method in methods if method.split(",")[0] == "dense"), methods[0])
+def _is_dense(method: str) -> bool:
+    return method.split(",")[0] == "dense"  # what tells runs apart follows a comma
 
 
 def settled(log: RunLog) -> list[Step]:
@@ -68,11 +62,13 @@ def step_seconds(log: RunLog) -> float | None:
 
 
 def phase_ms(logs: Sequence[RunLog]) -> dict[str, float] | None:
-    """Median milliseconds of each phase over all settled steps and ranks."""
-    steps = [step for log in logs for step in settled(log)]
-    if not steps:
-        return None
-    return {phase: 1000 * median(getattr(step, phase) for step in steps) for phase in PHASES}
+    """Milliseconds of each phase: the median over a run's settled steps and ranks, and of those over the runs."""
+
+    def of(phase: str) -> float | None:
+        return _median(logs, lambda log: median(getattr(s, phase) for s in settled(log)) if log.steps else None)
+
+    found = {phase: 1000 * value for phase in PHASES if (value := of(phase)) is not None}
+    return found if len(found) == len(PHASES) else None
 
 
 def bytes_per_host_step(log: RunLog) -> float | None:
@@ -94,8 +90,8 @@ def last_value(log: RunLog, split: str) -> float | None:
 
 
 def _median(logs: Sequence[RunLog], figure: Callable[[RunLog], float | None]) -> float | None:
-    """The median over runs; a run without the figure leaves the method without it."""
-    values = [value for log in logs if (value := figure(log)) is not None]
+    """The median over runs; a run without the figure, or with NaN, leaves the method without it."""
+    values = [value for log in logs if (value := figure(log)) is not None and math.isfinite(value)]
     return median(values) if values and len(values) == len(logs) else None
 
 
@@ -113,14 +109,17 @@ def summarise(logs: Sequence[RunLog], target: float | None = None) -> list[Metho
         hit = reached(log, target)
         return float(hit.step) if hit else None
 
-    reference = _median(groups[baseline(list(groups))], seconds)
     summaries = []
     for method, runs in groups.items():
+        base = baseline_of(runs[0].run, groups)
+        reference = None if base is None else _median(groups[base], seconds)
         step, to_target = _median(runs, step_seconds), _median(runs, seconds)
         summaries.append(
             MethodSummary(
                 method=method,
                 runs=len(runs),
+                target=target_of(runs[0].run) if target is None else target,
+                baseline=base,
                 step_ms=None if step is None else 1000 * step,
                 bytes_per_host_step=_median(runs, bytes_per_host_step),
                 steps_to_target=_median(runs, steps),
@@ -133,21 +132,32 @@ def summarise(logs: Sequence[RunLog], target: float | None = None) -> list[Metho
     return summaries
 
 
-def headline(summaries: Sequence[MethodSummary], *, metric: str, target: float) -> str:
+def headline(summaries: Sequence[MethodSummary], *, metric: str) -> str:
     """One sentence that says what the runs showed, for a report whose maker gave none."""
     if not summaries:
         return "There are no runs."
-    if math.isnan(target):
+    targets = dict.fromkeys(s.target for s in summaries)
+    (target, *others) = targets
+    if others:
+        words = ", ".join("none" if goal is None else show_metric(goal, metric) for goal in targets)
+        return f"The runs had different targets ({words}), so their times to target are not compared."
+    if target is None:
         fastest = min(summaries, key=lambda s: math.inf if s.step_ms is None else s.step_ms)
         took = "" if fastest.step_ms is None else f"; {fastest.method} had the fastest step ({fastest.step_ms:.3g} ms)"
         return f"The runs had no target to reach{took}."
     goal = f"the target of {show_metric(target, metric)}"
-    base = next(s for s in summaries if s.method == baseline([x.method for x in summaries]))
     arrived = [s for s in summaries if s.seconds_to_target is not None]
     if not arrived:
         return f"None of the {len(summaries)} methods reached {goal}."
+    return _winner(arrived, summaries, goal)
+
+
+def _winner(arrived: Sequence[MethodSummary], summaries: Sequence[MethodSummary], goal: str) -> str:
     best = min(arrived, key=lambda s: s.seconds_to_target or 0.0)
     first = f"{best.method} reached {goal} in {best.seconds_to_target:.3g} s"
+    base = next((s for s in summaries if s.method == best.baseline), None)
+    if base is None:
+        return f"{first}; there is no dense run to compare it with."
     if best.method == base.method:
         return f"{first}; no other method was faster."
     if best.speedup is None:
@@ -157,6 +167,6 @@ def headline(summaries: Sequence[MethodSummary], *, metric: str, target: float) 
 
 def show_metric(value: float | None, metric: str) -> str:
     """A metric as people write it: accuracy in per cent, others with one decimal."""
-    if value is None or math.isnan(value):
+    if value is None or not math.isfinite(value):
         return "–"
     return f"{100 * value:.1f} %" if metric == "accuracy" else f"{value:.1f}"
