@@ -22,6 +22,7 @@ from thinwire.server.times import LayerTimes
 POLICIES = ("fifo", "filo", "stalest", "forward")
 BOUNDS = range(6)
 WITHIN = 0.15
+MARGIN = 0.03  # of time or staleness: less of a difference is none
 
 
 @dataclass(frozen=True)
@@ -80,21 +81,21 @@ def study(workshop: Workshop) -> Study:
     real = REAL if not workshop.full else Setup(6, 30, REAL.forward, slowness=(2.0, *[1.0] * 5))
     many = 16 if workshop.full else 8
     large = Setup(many, 20, (0.02,) * 16, 512, 500.0, (2.0, *[1.0] * (many - 1)), server_rate=many / 2)
-    modelled = workshop.part("model", lambda: _model(real))
-    larger = workshop.part("model-larger", lambda: _model(large))
-    measured = workshop.lab_part("server", lambda: _measure(real))
-    tables = [_table("The model, one worker twice as slow", modelled), _table("A larger model", larger)]
-    if measured:
-        tables.insert(0, _table("A real server in the lab, one worker twice as slow", measured))
+    parts = {
+        "lab": workshop.lab_part("server", lambda: _measure(real), setup=f"{real}"),
+        "model": workshop.part("model", lambda: _model(real), setup=f"{real}"),
+        "larger model": workshop.part("model-larger", lambda: _model(large), setup=f"{large}"),
+    }
+    found: dict[str, list[Row]] = {words: rows for words, rows in parts.items() if rows is not None}
     return Study(
         "request-scheduling",
         workshop.scale,
         "Request scheduling at a parameter server",
         "Tsai, 2018",
-        _verdict(measured or modelled),
-        _claims(modelled, larger, measured),
-        tables,
-        _figures(modelled, larger, measured),
+        _verdict(found),
+        _claims(found),
+        [_table(TITLES[words], rows) for words, rows in found.items()],
+        _figures(found),
         [
             "The thesis names no figures that can be set next to these: the claims are its expectations.",
             "Layers are equal and their computing is waiting, so that the hosts of the lab do not share it; the first "
@@ -110,6 +111,11 @@ def study(workshop: Workshop) -> Study:
 
 
 Row = dict[str, Any]
+TITLES = {
+    "lab": "A real server in the lab, one worker twice as slow",
+    "model": "The model, one worker twice as slow",
+    "larger model": "A larger model",
+}
 
 
 def _model(setup: Setup) -> list[Row]:
@@ -165,34 +171,48 @@ def _find(rows: list[Row], policy: str, bound: int) -> Row:
     return next(row for row in rows if (row["policy"], row["bound"]) == (policy, bound))
 
 
-def _claims(modelled: list[Row], larger: list[Row], measured: list[Row] | None) -> list[Claim]:
-    claims = []
-    for words, rows in (("lab", measured), ("model", modelled), ("larger model", larger)):
-        if rows is None:
-            continue
-        times = [[_find(rows, policy, bound)["seconds"] for bound in BOUNDS] for policy in POLICIES]
-        fifo, filo, stalest, forward = times
-        gain = max(a / b for a, b in zip(fifo, stalest, strict=True))
-        claims.append(Claim(f"{words}: stalest-first faster than FIFO, at the best bound", 1.0, gain, "x", gain > 1.0))
-        gain = max(a / b for a, b in zip(fifo, forward, strict=True))
-        claims.append(Claim(f"{words}: forward order faster than FIFO, at the best bound", 1.0, gain, "x", gain > 1.0))
-        worse = max(a / b for a, b in zip(filo, fifo, strict=True))
-        claims.append(
-            Claim(f"{words}: FILO's time over FIFO's, at its worst", 1.0, worse, "x", worse > 1.0, "it starves")
-        )
-        gain = fifo[0] / min(fifo)
-        claims.append(
-            Claim(f"{words}: a staleness bound faster than bulk synchronous (FIFO)", 1.0, gain, "x", gain > 1)
-        )
-        least = min(POLICIES, key=lambda p: _find(rows, p, 5)["staleness"])
-        stale = _find(rows, "stalest", 5)["staleness"] / max(_find(rows, "fifo", 5)["staleness"], 1e-9)
-        note = f"least at bound 5: {least}"
-        claims.append(
-            Claim(f"{words}: stalest-first's staleness over FIFO's, bound 5", 1.0, stale, "x", stale < 1, note)
-        )
-    if measured is not None:
-        claims.append(_confirmed(modelled, measured))
+def _claims(found: dict[str, list[Row]]) -> list[Claim]:
+    """Medians over the bounds: of several noisy ratios the largest is above one whatever is true."""
+    claims = [claim for words, rows in found.items() for claim in _expectations(words, rows)]
+    if "lab" in found and "model" in found:
+        claims.append(_confirmed(found["model"], found["lab"]))
     return claims
+
+
+def _expectations(words: str, rows: list[Row]) -> list[Claim]:
+    """What the thesis expects of one set of times."""
+    fifo, filo, stalest, forward = ([_find(rows, p, bound)["seconds"] for bound in BOUNDS] for p in POLICIES)
+    asked = f"more than {MARGIN:.0%} is asked for"
+
+    def more(what: str, ratio: float, note: str = "") -> Claim:
+        held = ratio > 1.0 + MARGIN
+        return Claim(f"{words}: {what}", 1.0, ratio, "x", held, f"{asked}; {note}" if held and note else asked)
+
+    stale = [
+        _find(rows, "stalest", bound)["staleness"] / max(_find(rows, "fifo", bound)["staleness"], 1e-9)
+        for bound in BOUNDS
+        if bound
+    ]
+    fresher = statistics.median(stale)
+    least = min(POLICIES, key=lambda p: _find(rows, p, 5)["staleness"])
+    return [
+        more("stalest-first faster than FIFO, median over the bounds", _median_ratio(fifo, stalest)),
+        more("forward order faster than FIFO, median over the bounds", _median_ratio(fifo, forward)),
+        more("FILO's time over FIFO's, median over the bounds", _median_ratio(filo, fifo), "it starves"),
+        more("bounds 1 to 5 faster than bulk synchronous (FIFO), median", fifo[0] / statistics.median(fifo[1:])),
+        Claim(
+            f"{words}: stalest-first's staleness over FIFO's, median over bounds 1 to 5",
+            1.0,
+            fresher,
+            "x",
+            fresher < 1.0 - MARGIN,
+            f"{MARGIN:.0%} less is asked for; least at bound 5: {least}",
+        ),
+    ]
+
+
+def _median_ratio(above: list[float], below: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def _confirmed(modelled: list[Row], measured: list[Row]) -> Claim:
@@ -212,14 +232,19 @@ def _confirmed(modelled: list[Row], measured: list[Row]) -> Claim:
     )
 
 
-def _verdict(rows: list[Row]) -> str:
+def _verdict(found: dict[str, list[Row]]) -> str:
+    """Of the lab if it was used, else of the model."""
+    if not found:
+        return "Nothing is judged: no part was made."
+    words, rows = next(iter(found.items()))
     best = min(rows, key=lambda row: row["seconds"])
     fifo = _find(rows, "fifo", 0)["seconds"]
     by_policy = {policy: _find(rows, policy, 0)["seconds"] for policy in POLICIES}
     first = min(by_policy, key=lambda policy: by_policy[policy])
     return (
-        f"Bulk synchronous, {first} is fastest, {fifo / by_policy[first]:.2f}x FIFO; of all, {best['policy']} with a "
-        f"bound of {best['bound']} is, {fifo / best['seconds']:.2f}x FIFO without one."
+        f"In the {words}, bulk synchronous, {first} is fastest, {fifo / by_policy[first]:.2f} times as fast as FIFO; "
+        f"of all, {best['policy']} with a bound of {best['bound']} is, {fifo / best['seconds']:.2f} times as fast as "
+        "FIFO without one."
     )
 
 
@@ -234,11 +259,9 @@ def _table(title: str, rows: list[Row]) -> Table:
     return Table(title, table, "Training time, and in brackets the mean staleness of the copies used, in steps.")
 
 
-def _figures(modelled: list[Row], larger: list[Row], measured: list[Row] | None) -> list[Figure]:
+def _figures(found: dict[str, list[Row]]) -> list[Figure]:
     figures = []
-    for words, rows in (("lab", measured), ("model", modelled), ("larger model", larger)):
-        if rows is None:
-            continue
+    for words, rows in found.items():
         for key, axis in (("seconds", "training time (s)"), ("staleness", "mean staleness (steps)")):
             series = [Series(p, list(BOUNDS), [_find(rows, p, b)[key] for b in BOUNDS]) for p in POLICIES]
             title = "time" if key == "seconds" else "staleness"
