@@ -16,7 +16,9 @@ from thinwire.reproduce import (
     gradient_dropping,
     paper_process,
     request_scheduling,
+    scheduling_showing,
     sparsify_showing,
+    theory,
     topk_convergence,
 )
 from thinwire.reproduce.cluster import Cluster, Setting
@@ -114,7 +116,7 @@ def test_one_worker_alone_has_no_xi() -> None:
     cluster = Cluster(recipe, recipe.load(None).train, Setting(1, 8, 0.05, 0.0, codec))
     found = Curve("one", 1)
     for _ in range(2):
-        cluster.step(topk_convergence._note(found, cluster, 0.01))
+        cluster.step(theory.note(found, cluster, 0.01))
     cluster.close()
     assert found.notes["xi"] == [0.0, 0.0]
     assert all(0.0 < share < 1.0 for share in found.notes["delta"]) and found.notes["held"][1] > 0.0
@@ -144,9 +146,9 @@ def test_the_model_of_scheduling() -> None:
     rows = request_scheduling._model(setup)
     assert len(rows) == 24 and all(row["seconds"] > 0 for row in rows)
     assert all(row["most"] <= row["bound"] for row in rows)
-    claims = request_scheduling._claims({"lab": rows, "model": rows})
+    claims = scheduling_showing.claims({"lab": rows, "model": rows})
     assert len(claims) == 11 and claims[-1].ours == pytest.approx(1.0) and claims[-1].holds
-    assert request_scheduling._verdict({"lab": rows, "model": rows}).startswith("In the lab, ")
+    assert scheduling_showing.verdict({"lab": rows, "model": rows}).startswith("In the lab, ")
 
 
 def test_noise_makes_no_claim_of_scheduling_hold() -> None:
@@ -162,10 +164,10 @@ def test_noise_makes_no_claim_of_scheduling_hold() -> None:
     same = [10.0] * 6
     lucky = [10.0, 10.0, 8.0, 10.0, 10.0, 10.0]
     noisy = rows(fifo=lucky, filo=[12.0, *same[1:]], stalest=lucky, forward=[9.8] * 6)
-    assert [claim.holds for claim in request_scheduling._expectations("lab", noisy)] == [False] * 5
-    assert not any("starves" in claim.note for claim in request_scheduling._expectations("lab", noisy))
+    assert [claim.holds for claim in scheduling_showing._expectations("lab", noisy)] == [False] * 5
+    assert not any("starves" in claim.note for claim in scheduling_showing._expectations("lab", noisy))
     clear = rows(fifo=[12.0, *same[1:]], filo=[14.0] * 6, stalest=[9.0] * 6, forward=[9.0] * 6)
-    judged = request_scheduling._expectations("lab", clear)
+    judged = scheduling_showing._expectations("lab", clear)
     assert [claim.holds for claim in judged] == [True, True, True, True, False]
     assert "starves" in judged[2].note and "starves" not in judged[0].note
 

@@ -121,15 +121,14 @@ def _tell(study: "Study", out: Path, as_json: bool) -> None:
     from thinwire.reproduce.writing import photograph, write_study
 
     json_file, page = write_study(study, out)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    # Machines read stdout: what is said besides the result goes to stderr then.
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() or as_json else 140)
     if as_json:
         typer.echo(study.to_json(), nl=False)
     else:
         _show(study, console)
     picture = page.with_suffix(".png")
     why = photograph(page, picture)
-    if as_json:
-        return
     written = [json_file, page, *([picture] if why is None else [])]
     console.print(f"Written: {', '.join(str(path) for path in written)}", highlight=False)
     if json_file.stem != study.stem:

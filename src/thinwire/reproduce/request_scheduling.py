@@ -13,16 +13,12 @@ from typing import Any
 
 from thinwire.errors import LabError
 from thinwire.lab import Lab
-from thinwire.reproduce.study import Claim, Figure, Series, Study, Table, number
+from thinwire.reproduce.scheduling_showing import BOUNDS, POLICIES, Row, claims, figures, tables, verdict
+from thinwire.reproduce.study import Study
 from thinwire.reproduce.workshop import Workshop
 from thinwire.server.case import Case, even_slices
 from thinwire.server.simulate import compare
 from thinwire.server.times import LayerTimes
-
-POLICIES = ("fifo", "filo", "stalest", "forward")
-BOUNDS = range(6)
-WITHIN = 0.15
-MARGIN = 0.03  # of time or staleness: less of a difference is none
 
 
 @dataclass(frozen=True)
@@ -92,10 +88,10 @@ def study(workshop: Workshop) -> Study:
         workshop.scale,
         "Request scheduling at a parameter server",
         "Tsai, 2018",
-        _verdict(found),
-        _claims(found),
-        [_table(TITLES[words], rows) for words, rows in found.items()],
-        _figures(found),
+        verdict(found),
+        claims(found),
+        tables(found),
+        figures(found),
         [
             "The thesis names no figures that can be set next to these: the claims are its expectations.",
             "Layers are equal and their computing is waiting, so that the hosts of the lab do not share it; the first "
@@ -108,14 +104,6 @@ def study(workshop: Workshop) -> Study:
         ],
         facts={"policies": ", ".join(POLICIES), "bounds": "0 to 5"},
     )
-
-
-Row = dict[str, Any]
-TITLES = {
-    "lab": "A real server in the lab, one worker twice as slow",
-    "model": "The model, one worker twice as slow",
-    "larger model": "A larger model",
-}
 
 
 def _model(setup: Setup) -> list[Row]:
@@ -165,105 +153,3 @@ def _measured(run: dict[str, Any], said: list[dict[str, Any]]) -> Row:
         "staleness": statistics.mean(stale) if stale else 0.0,
         "most": max(stale, default=0),
     }
-
-
-def _find(rows: list[Row], policy: str, bound: int) -> Row:
-    return next(row for row in rows if (row["policy"], row["bound"]) == (policy, bound))
-
-
-def _claims(found: dict[str, list[Row]]) -> list[Claim]:
-    """Medians over the bounds: of several noisy ratios the largest is above one whatever is true."""
-    claims = [claim for words, rows in found.items() for claim in _expectations(words, rows)]
-    if "lab" in found and "model" in found:
-        claims.append(_confirmed(found["model"], found["lab"]))
-    return claims
-
-
-def _expectations(words: str, rows: list[Row]) -> list[Claim]:
-    """What the thesis expects of one set of times."""
-    fifo, filo, stalest, forward = ([_find(rows, p, bound)["seconds"] for bound in BOUNDS] for p in POLICIES)
-    asked = f"more than {MARGIN:.0%} is asked for"
-
-    def more(what: str, ratio: float, note: str = "") -> Claim:
-        held = ratio > 1.0 + MARGIN
-        return Claim(f"{words}: {what}", 1.0, ratio, "x", held, f"{asked}; {note}" if held and note else asked)
-
-    stale = [
-        _find(rows, "stalest", bound)["staleness"] / max(_find(rows, "fifo", bound)["staleness"], 1e-9)
-        for bound in BOUNDS
-        if bound
-    ]
-    fresher = statistics.median(stale)
-    least = min(POLICIES, key=lambda p: _find(rows, p, 5)["staleness"])
-    return [
-        more("stalest-first faster than FIFO, median over the bounds", _median_ratio(fifo, stalest)),
-        more("forward order faster than FIFO, median over the bounds", _median_ratio(fifo, forward)),
-        more("FILO's time over FIFO's, median over the bounds", _median_ratio(filo, fifo), "it starves"),
-        more("bounds 1 to 5 faster than bulk synchronous (FIFO), median", fifo[0] / statistics.median(fifo[1:])),
-        Claim(
-            f"{words}: stalest-first's staleness over FIFO's, median over bounds 1 to 5",
-            1.0,
-            fresher,
-            "x",
-            fresher < 1.0 - MARGIN,
-            f"{MARGIN:.0%} less is asked for; least at bound 5: {least}",
-        ),
-    ]
-
-
-def _median_ratio(above: list[float], below: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
-def _confirmed(modelled: list[Row], measured: list[Row]) -> Claim:
-    ratios = {
-        (row["policy"], row["bound"]): row["seconds"] / _find(measured, row["policy"], row["bound"])["seconds"]
-        for row in modelled
-    }
-    middle = statistics.median(ratios.values())
-    worst = max(ratios, key=lambda key: abs(ratios[key] - 1.0))
-    return Claim(
-        "the model's time over the lab's, median of all runs",
-        1.0,
-        middle,
-        "x",
-        abs(middle - 1.0) <= WITHIN,
-        f"within {WITHIN:.0%} is asked for; furthest off: {ratios[worst]:.2f}x at {worst[0]}, bound {worst[1]}",
-    )
-
-
-def _verdict(found: dict[str, list[Row]]) -> str:
-    """Of the lab if it was used, else of the model."""
-    if not found:
-        return "Nothing is judged: no part was made."
-    words, rows = next(iter(found.items()))
-    best = min(rows, key=lambda row: row["seconds"])
-    fifo = _find(rows, "fifo", 0)["seconds"]
-    by_policy = {policy: _find(rows, policy, 0)["seconds"] for policy in POLICIES}
-    first = min(by_policy, key=lambda policy: by_policy[policy])
-    return (
-        f"In the {words}, bulk synchronous, {first} is fastest, {fifo / by_policy[first]:.2f} times as fast as FIFO; "
-        f"of all, {best['policy']} with a bound of {best['bound']} is, {fifo / best['seconds']:.2f} times as fast as "
-        "FIFO without one."
-    )
-
-
-def _table(title: str, rows: list[Row]) -> Table:
-    table = []
-    for policy in POLICIES:
-        row = {"Policy": policy}
-        for bound in BOUNDS:
-            found = _find(rows, policy, bound)
-            row[f"B = {bound}"] = f"{number(found['seconds'], 's')} ({found['staleness']:.2f})"
-        table.append(row)
-    return Table(title, table, "Training time, and in brackets the mean staleness of the copies used, in steps.")
-
-
-def _figures(found: dict[str, list[Row]]) -> list[Figure]:
-    figures = []
-    for words, rows in found.items():
-        for key, axis in (("seconds", "training time (s)"), ("staleness", "mean staleness (steps)")):
-            series = [Series(p, list(BOUNDS), [_find(rows, p, b)[key] for b in BOUNDS]) for p in POLICIES]
-            title = "time" if key == "seconds" else "staleness"
-            figures.append(Figure(f"{words}: {title}", "staleness bound", axis, series))
-    return figures

@@ -134,6 +134,8 @@ def verdict(times: dict[str, dict[str, float | None]], curves: dict[str, Curve])
     paper = PAPER_SECONDS["dense"] / PAPER_SECONDS["percentile90"]
     if parts:
         return f"{' and '.join(parts)}, with a master at 500 Mbit/s (the paper's: {paper:.2f}x)."
+    if not curves:
+        return "Nothing is judged: no run to the target was made."
     reached = [name for name, curve in curves.items() if curve.reached]
     return f"Reached 99.5 % train accuracy: {', '.join(reached) or 'nobody'}; no time was predicted."
 

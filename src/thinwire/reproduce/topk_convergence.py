@@ -8,20 +8,18 @@ import math
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits, Float32
 from thinwire.recipes import get_recipe
 from thinwire.recipes.recipe import Recipe, Splits
-from thinwire.reproduce.cluster import Cluster, Gradients, Probe, Setting
+from thinwire.reproduce.cluster import Setting
 from thinwire.reproduce.confirming import Trial, confirm
 from thinwire.reproduce.labs import Bed
 from thinwire.reproduce.problems import logistic, optimum
 from thinwire.reproduce.runs import Curve, Goal, Probing
 from thinwire.reproduce.study import Claim, Figure, Series, Study, Table, number
+from thinwire.reproduce.theory import note
 from thinwire.reproduce.workshop import Workshop
 
 DENSITIES = (0.1, 0.01, 0.001, 0.0001)
@@ -100,7 +98,7 @@ class Problem:
         for name, codec in codecs.items():
             setting = Setting(self.workers, self.batch, self.lr, 0.0, codec)
             density = next((d for d in DENSITIES if name.startswith(f"{100 * d:g} %")), 1.0)
-            probe = Probing(every, partial(_note, density=density)) if codec else None
+            probe = Probing(every, partial(note, density=density)) if codec else None
             file = f"{self.recipe.name}-{name.replace(' %', '').replace(', ', '-').replace(' ', '')}"
             curve = self.workshop.train(file, self.recipe, self.splits, setting, goal, probe=probe)
             if curve is not None:
@@ -110,43 +108,6 @@ class Problem:
 
 def _codec(density: float, bits: int) -> Codec:
     return Codec(TopK(density, exact=True), Float32() if bits == 32 else Bits(8), scope="global", min_numel=0)
-
-
-def _note(curve: Curve, cluster: Cluster, density: float) -> Probe:
-    """Note xi, delta and the largest memory, over the whole gradient as one vector."""
-
-    def look(gradients: list[Gradients], codecs: list[Codec]) -> None:
-        fresh = [torch.cat([g.flatten() for g in own.values()]) for own in gradients]
-        summed = [g + _held(codec, cluster.names, g) for g, codec in zip(fresh, codecs, strict=True)]
-        k = max(1, round(density * summed[0].numel()))
-        tops = [_top(vector, k) for vector in summed]
-        mean = torch.stack(summed).mean(0)
-        gap = float((_top(mean, k) - torch.stack(tops).mean(0)).norm())
-        norm = float(torch.stack(fresh).mean(0).norm())
-        shares = [float(t.square().sum() / v.square().sum()) for t, v in zip(tops, summed, strict=True)]
-        notes = curve.notes
-        for key, value in (
-            ("step", cluster.done),
-            ("xi", gap / norm),
-            ("delta", sum(shares) / len(shares)),
-            ("held", max(float((v - t).norm()) for v, t in zip(summed, tops, strict=True))),
-            ("gradient", max(float(g.norm()) for g in fresh)),
-        ):
-            notes.setdefault(key, []).append(value)
-
-    return look
-
-
-def _held(codec: Codec, names: list[str], like: Tensor) -> Tensor:
-    parts = [codec.held(name).get("residual") for name in names]
-    return torch.cat([p for p in parts if p is not None]) if all(p is not None for p in parts) else like * 0.0
-
-
-def _top(vector: Tensor, k: int) -> Tensor:
-    out = torch.zeros_like(vector)
-    places = vector.abs().topk(k).indices
-    out[places] = vector[places]
-    return out
 
 
 def _savings(curves: dict[str, Curve]) -> list[dict[str, Any]]:
