@@ -46,7 +46,7 @@ def reproduce_command(
     if name not in STUDIES or scale not in SCALES:
         what = f"no study is called {name!r}" if name not in STUDIES else f"no scale is called {scale!r}"
         raise ValueError(f"{what}; studies are {', '.join(STUDIES)}, scales {' and '.join(SCALES)}")
-    study = _run(name, scale, data, out, work, lab, tuple(filter(None, only.split(","))))
+    study = _run(name, scale, data, out, work, lab, tuple(filter(None, map(str.strip, only.split(",")))))
     _tell(study, out, as_json)
 
 

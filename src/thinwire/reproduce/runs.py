@@ -180,7 +180,7 @@ class Simulation:
             since = json.loads(state["since"]) if "since" in state else _at_evaluation(curve)
             cluster.load_state_dict(state["cluster"])
             return curve, Since(**since)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StudyError(f"{place} is damaged ({error}): delete it, and its run starts anew") from error
 
     def _save(self, cluster: Cluster, curve: Curve, since: Since, place: Path) -> None:

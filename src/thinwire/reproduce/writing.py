@@ -46,8 +46,8 @@ def _would_lose(study: Study, place: Path) -> bool:
         return False
     try:
         lacked = {_part(words) for words in Study.read(place).missing}
-    except StudyError:  # it is damaged, or of another version: no loss
-        return False
+    except StudyError:  # of another version, or damaged: nobody knows
+        return True
     return not {_part(words) for words in study.missing} <= lacked
 
 
