@@ -162,7 +162,10 @@ def _verdict(curves: dict[str, Curve], choosing: dict[str, float], target: float
         parts.append(f"{len(met)} of {len(compared)} thresholds come within half a point of dense in the same steps")
     if choosing:
         parts.append(f"the dynamic rule chooses {choosing['sort'] / choosing['dynamic']:,.0f}x faster than a sort")
-    return f"{'; '.join(parts)}." if parts else "Nothing is judged: no threshold was run next to dense."
+    if not parts:
+        return "Nothing is judged: no threshold was run next to dense."
+    said = "; ".join(parts)
+    return f"{said[0].upper()}{said[1:]}."
 
 
 def _table(curves: dict[str, Curve], seconds: dict[str, float], target: float) -> Table:
