@@ -98,14 +98,14 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.
     expected = simulation(codec_for("topk1")).run(whole)
 
     def interrupt(curve: Curve, step: int) -> None:
-        if step == 8:
+        if step == 9:  # the checkpoint is of step 8, between two evaluations
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         simulation(codec_for("topk1")).run(parts, interrupt)
     steps: list[int] = []
     resumed = simulation(codec_for("topk1")).run(parts, lambda curve, step: steps.append(step))
-    assert steps[0] == 7 and figures(resumed) == figures(expected)
+    assert steps[0] == 9 and figures(resumed) == figures(expected)
     assert sorted(p.name for p in parts.iterdir()) == ["run.json"]
 
 

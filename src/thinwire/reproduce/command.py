@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,12 @@ import typer
 from thinwire.reproduce import STUDIES
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from thinwire.reproduce.study import Study
+
+
+PLACES = ("--data", "--out", "--work")  # options that name folders
 
 
 def reproduce_command(
@@ -25,7 +31,7 @@ def reproduce_command(
         Path | None, typer.Option(help="Folder for checkpoints and finished parts; default: OUT/work.")
     ] = None,
     lab: Annotated[bool, typer.Option(help="Measure on emulated hosts too.")] = True,
-    only: Annotated[str, typer.Option(help="Simulated runs to make now, by name, with commas; default: all.")] = "",
+    only: Annotated[str, typer.Option(help="Runs and parts to make now, by name, with commas; default: all.")] = "",
     docs: Annotated[
         bool, typer.Option("--docs", help="Write docs/results.md from OUT's results, and run nothing.")
     ] = False,
@@ -41,7 +47,7 @@ def reproduce_command(
         called = "name a study" if name is None else f"no study is called {name!r}"
         what = called if name not in STUDIES else f"no scale is called {scale!r}"
         raise ValueError(f"{what}; studies are {', '.join(STUDIES)}, scales {' and '.join(SCALES)}")
-    study = _run(name, scale, data, out, work, lab, tuple(filter(None, only.split(","))))
+    study = _run(name, scale, data, out, work, lab, tuple(filter(None, map(str.strip, only.split(",")))))
     _tell(study, out, as_json)
 
 
@@ -50,12 +56,9 @@ def _run(
 ) -> "Study":
     from importlib import import_module
 
-    import torch
-
-    import thinwire
-    from thinwire.observe import describe_machine, now
+    from thinwire.race.options import invocation
     from thinwire.reproduce.study import StudyError
-    from thinwire.reproduce.workshop import Workshop
+    from thinwire.reproduce.workshop import Workshop, names_of
 
     _keep_freed_memory()
     folder = (work if work is not None else out / "work") / f"{name}-{scale}"
@@ -65,15 +68,27 @@ def _run(
     except OSError as error:
         raise StudyError(f"cannot write to {error.filename} ({error.strerror}): choose another folder") from error
     module, _, function = STUDIES[name].partition(":")
-    study: Study = getattr(import_module(module), function)(workshop)
-    made = {
-        "command": shlex.join(["thinwire", "reproduce", name, "--scale", scale, "--data", "DIR"]),
-        "version": f"thinwire {thinwire.__version__}, torch {torch.__version__}",
-        "machine": describe_machine(),
-        "date": now(),
-        "took": workshop.took(),
-    }
+    make = getattr(import_module(module), function)
+    if only:
+        names = names_of(make, workshop)
+        unknown = [wanted for wanted in only if wanted not in names]
+        if unknown:
+            raise StudyError(f"{name} has no run or part called {', '.join(unknown)}; there are {', '.join(names)}")
+    study: Study = make(workshop)
+    made = {"command": _without_places(shlex.split(invocation())), **workshop.made()}
     return replace(study, made=made, missing=list(dict.fromkeys([*study.missing, *workshop.skipped])))
+
+
+def _without_places(words: Sequence[str]) -> str:
+    """A command without this machine's folders, which are nobody else's."""
+    said: list[str] = []
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if said and said[-1] in PLACES:
+            said.append("DIR")
+        else:
+            said.append(f"{option}=DIR" if equals and option in PLACES else word)
+    return shlex.join(said)
 
 
 def _keep_freed_memory() -> None:
@@ -94,31 +109,49 @@ def _document(out: Path) -> None:
     if not target.parent.is_dir():
         raise StudyError(f"there is no folder {target.parent} next to {out}: run it in the project's folder")
     studies = read_studies(out)
+    if not studies:
+        raise StudyError(f"there are no results of studies in {out}: name the folder that has them by --out")
     replace_file(target, document(studies))
     typer.echo(f"{target}: {len(studies)} studies.")
 
 
 def _tell(study: "Study", out: Path, as_json: bool) -> None:
-    from rich.box import SIMPLE
+    """Write the result, print it, and only then ask a browser for the picture."""
     from rich.console import Console
+
+    from thinwire.reproduce.writing import photograph, write_study
+
+    json_file, page = write_study(study, out)
+    # Machines read stdout: what is said besides the result goes to stderr then.
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() or as_json else 140)
+    if as_json:
+        typer.echo(study.to_json(), nl=False)
+    else:
+        _show(study, console)
+    picture = page.with_suffix(".png")
+    why = photograph(page, picture)
+    written = [json_file, page, *([picture] if why is None else [])]
+    console.print(f"Written: {', '.join(str(path) for path in written)}", highlight=False)
+    if json_file.stem != study.stem:
+        whole = out / f"{study.stem}.json"
+        console.print(f"{whole} has parts that this result lacks, and was left as it is.", highlight=False)
+    if why is not None:
+        console.print(f"No picture: {why}.", highlight=False)
+
+
+def _show(study: "Study", console: "Console") -> None:
+    from rich.box import SIMPLE
     from rich.table import Table
 
     from thinwire.reproduce.study import claim_rows
-    from thinwire.reproduce.writing import write_study
 
-    files = write_study(study, out)
-    if as_json:
-        typer.echo(study.to_json(), nl=False)
-        return
     table = Table(title=f"{study.title} ({study.scale})", box=SIMPLE)
     rows = claim_rows(study.claims)
     for heading in rows[0] if rows else ():
         table.add_column(heading, justify="left" if heading in ("Claim", "Note") else "right")
     for row in rows:
         table.add_row(*row.values())
-    console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(table)
     console.print(study.verdict, highlight=False)
     for part in study.missing:
         console.print(f"not run: {part}", highlight=False)
-    console.print(f"Written: {', '.join(str(path) for path in files)}", highlight=False)

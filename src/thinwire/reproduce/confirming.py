@@ -26,6 +26,11 @@ class Trial:
     evaluate_every: int
     test_samples: int = 1000
 
+    @property
+    def setup(self) -> str:
+        goal = f"target={self.target:g} steps={self.max_steps} every={self.evaluate_every} test={self.test_samples}"
+        return f"{self.bed.setup} {self.method} {goal}"
+
 
 def confirm(workshop: Workshop, trial: Trial, times: Any | None = None) -> tuple[list[Claim], list[Table]]:
     """Simulated steps x the lab's time of a step against the lab's own run; nothing where the lab is left out.
@@ -42,9 +47,13 @@ def confirm(workshop: Workshop, trial: Trial, times: Any | None = None) -> tuple
         target=trial.target,
         split="test",
     )
-    curve = workshop.train("confirm", recipe, workshop.load(recipe), setting, goal)
-    times = times or workshop.lab_part("confirm-step", lambda: step_times(bed, [trial.method], steps=25))
-    run = workshop.lab_part("confirm-run", lambda: _run(trial))
+    splits = workshop.load(recipe)
+    curve = workshop.train("confirm", recipe, splits, setting, goal)
+    step = f"{bed.setup} {trial.method} steps=25"
+    times = times or workshop.lab_part(
+        "confirm-step", lambda: step_times(bed, [trial.method], steps=25), setup=step, data=splits
+    )
+    run = workshop.lab_part("confirm-run", lambda: _run(trial), setup=trial.setup, data=splits)
     if curve is None or times is None or run is None:
         return [], []
     return _compare(trial, curve.reached, times[trial.method]["ms"], run)

@@ -37,6 +37,11 @@ class Bed:
     def __str__(self) -> str:
         return f"{self.hosts} hosts at {self.rate or 'no limit'}"
 
+    @property
+    def setup(self) -> str:
+        """All but where the data lies, which is no part of what is measured."""
+        return f"{self.recipe} {self} batch={self.batch} lr={self.lr:g}"
+
 
 def step_times(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, Any]:
     """Median milliseconds of a step and bytes a host sends, by method; "infinite" is the network that costs nothing."""

@@ -47,7 +47,7 @@ class Optimum:
 
 def optimum(recipe: Recipe, split: Split, samples: int) -> Optimum:
     """By L-BFGS on all samples; the smoothness is a bound from the largest eigenvalue of the inputs' covariance."""
-    inputs, labels = split.batch(range(samples))
+    inputs, labels = split.batch(range(min(samples, len(split))))
     model = recipe.build(0)
     solver = torch.optim.LBFGS(model.parameters(), max_iter=400, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
 

@@ -13,15 +13,12 @@ from typing import Any
 
 from thinwire.errors import LabError
 from thinwire.lab import Lab
-from thinwire.reproduce.study import Claim, Figure, Series, Study, Table, number
+from thinwire.reproduce.scheduling_showing import BOUNDS, POLICIES, Row, claims, figures, tables, verdict
+from thinwire.reproduce.study import Study
 from thinwire.reproduce.workshop import Workshop
 from thinwire.server.case import Case, even_slices
 from thinwire.server.simulate import compare
 from thinwire.server.times import LayerTimes
-
-POLICIES = ("fifo", "filo", "stalest", "forward")
-BOUNDS = range(6)
-WITHIN = 0.15
 
 
 @dataclass(frozen=True)
@@ -80,21 +77,21 @@ def study(workshop: Workshop) -> Study:
     real = REAL if not workshop.full else Setup(6, 30, REAL.forward, slowness=(2.0, *[1.0] * 5))
     many = 16 if workshop.full else 8
     large = Setup(many, 20, (0.02,) * 16, 512, 500.0, (2.0, *[1.0] * (many - 1)), server_rate=many / 2)
-    modelled = workshop.part("model", lambda: _model(real))
-    larger = workshop.part("model-larger", lambda: _model(large))
-    measured = workshop.lab_part("server", lambda: _measure(real))
-    tables = [_table("The model, one worker twice as slow", modelled), _table("A larger model", larger)]
-    if measured:
-        tables.insert(0, _table("A real server in the lab, one worker twice as slow", measured))
+    parts = {
+        "lab": workshop.lab_part("server", lambda: _measure(real), setup=f"{real}"),
+        "model": workshop.part("model", lambda: _model(real), setup=f"{real}"),
+        "larger model": workshop.part("model-larger", lambda: _model(large), setup=f"{large}"),
+    }
+    found: dict[str, list[Row]] = {words: rows for words, rows in parts.items() if rows is not None}
     return Study(
         "request-scheduling",
         workshop.scale,
         "Request scheduling at a parameter server",
         "Tsai, 2018",
-        _verdict(measured or modelled),
-        _claims(modelled, larger, measured),
-        tables,
-        _figures(modelled, larger, measured),
+        verdict(found),
+        claims(found),
+        tables(found),
+        figures(found),
         [
             "The thesis names no figures that can be set next to these: the claims are its expectations.",
             "Layers are equal and their computing is waiting, so that the hosts of the lab do not share it; the first "
@@ -107,9 +104,6 @@ def study(workshop: Workshop) -> Study:
         ],
         facts={"policies": ", ".join(POLICIES), "bounds": "0 to 5"},
     )
-
-
-Row = dict[str, Any]
 
 
 def _model(setup: Setup) -> list[Row]:
@@ -159,88 +153,3 @@ def _measured(run: dict[str, Any], said: list[dict[str, Any]]) -> Row:
         "staleness": statistics.mean(stale) if stale else 0.0,
         "most": max(stale, default=0),
     }
-
-
-def _find(rows: list[Row], policy: str, bound: int) -> Row:
-    return next(row for row in rows if (row["policy"], row["bound"]) == (policy, bound))
-
-
-def _claims(modelled: list[Row], larger: list[Row], measured: list[Row] | None) -> list[Claim]:
-    claims = []
-    for words, rows in (("lab", measured), ("model", modelled), ("larger model", larger)):
-        if rows is None:
-            continue
-        times = [[_find(rows, policy, bound)["seconds"] for bound in BOUNDS] for policy in POLICIES]
-        fifo, filo, stalest, forward = times
-        gain = max(a / b for a, b in zip(fifo, stalest, strict=True))
-        claims.append(Claim(f"{words}: stalest-first faster than FIFO, at the best bound", 1.0, gain, "x", gain > 1.0))
-        gain = max(a / b for a, b in zip(fifo, forward, strict=True))
-        claims.append(Claim(f"{words}: forward order faster than FIFO, at the best bound", 1.0, gain, "x", gain > 1.0))
-        worse = max(a / b for a, b in zip(filo, fifo, strict=True))
-        claims.append(
-            Claim(f"{words}: FILO's time over FIFO's, at its worst", 1.0, worse, "x", worse > 1.0, "it starves")
-        )
-        gain = fifo[0] / min(fifo)
-        claims.append(
-            Claim(f"{words}: a staleness bound faster than bulk synchronous (FIFO)", 1.0, gain, "x", gain > 1)
-        )
-        least = min(POLICIES, key=lambda p: _find(rows, p, 5)["staleness"])
-        stale = _find(rows, "stalest", 5)["staleness"] / max(_find(rows, "fifo", 5)["staleness"], 1e-9)
-        note = f"least at bound 5: {least}"
-        claims.append(
-            Claim(f"{words}: stalest-first's staleness over FIFO's, bound 5", 1.0, stale, "x", stale < 1, note)
-        )
-    if measured is not None:
-        claims.append(_confirmed(modelled, measured))
-    return claims
-
-
-def _confirmed(modelled: list[Row], measured: list[Row]) -> Claim:
-    ratios = {
-        (row["policy"], row["bound"]): row["seconds"] / _find(measured, row["policy"], row["bound"])["seconds"]
-        for row in modelled
-    }
-    middle = statistics.median(ratios.values())
-    worst = max(ratios, key=lambda key: abs(ratios[key] - 1.0))
-    return Claim(
-        "the model's time over the lab's, median of all runs",
-        1.0,
-        middle,
-        "x",
-        abs(middle - 1.0) <= WITHIN,
-        f"within {WITHIN:.0%} is asked for; furthest off: {ratios[worst]:.2f}x at {worst[0]}, bound {worst[1]}",
-    )
-
-
-def _verdict(rows: list[Row]) -> str:
-    best = min(rows, key=lambda row: row["seconds"])
-    fifo = _find(rows, "fifo", 0)["seconds"]
-    by_policy = {policy: _find(rows, policy, 0)["seconds"] for policy in POLICIES}
-    first = min(by_policy, key=lambda policy: by_policy[policy])
-    return (
-        f"Bulk synchronous, {first} is fastest, {fifo / by_policy[first]:.2f}x FIFO; of all, {best['policy']} with a "
-        f"bound of {best['bound']} is, {fifo / best['seconds']:.2f}x FIFO without one."
-    )
-
-
-def _table(title: str, rows: list[Row]) -> Table:
-    table = []
-    for policy in POLICIES:
-        row = {"Policy": policy}
-        for bound in BOUNDS:
-            found = _find(rows, policy, bound)
-            row[f"B = {bound}"] = f"{number(found['seconds'], 's')} ({found['staleness']:.2f})"
-        table.append(row)
-    return Table(title, table, "Training time, and in brackets the mean staleness of the copies used, in steps.")
-
-
-def _figures(modelled: list[Row], larger: list[Row], measured: list[Row] | None) -> list[Figure]:
-    figures = []
-    for words, rows in (("lab", measured), ("model", modelled), ("larger model", larger)):
-        if rows is None:
-            continue
-        for key, axis in (("seconds", "training time (s)"), ("staleness", "mean staleness (steps)")):
-            series = [Series(p, list(BOUNDS), [_find(rows, p, b)[key] for b in BOUNDS]) for p in POLICIES]
-            title = "time" if key == "seconds" else "staleness"
-            figures.append(Figure(f"{words}: {title}", "staleness bound", axis, series))
-    return figures

@@ -5,10 +5,11 @@ A finished run is one JSON file; an unfinished one is a checkpoint of the whole 
 
 import json
 import math
-import os
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 
 from thinwire.recipes.recipe import Recipe, Split, Splits
 from thinwire.reproduce.cluster import Cluster, Diverged, Probe, Setting
+from thinwire.reproduce.keeping import fingerprint, provenance, read_json, save, save_json
+from thinwire.reproduce.study import StudyError
 
-SAVE_SECONDS = 45.0  # between checkpoints: what an interruption costs at the most
+SAVE_SECONDS = 45.0  # between checkpoints: what an interruption costs, give or take a step and an evaluation
 WORST = 1e9  # stands for losses that are larger or no number: a curve is plain data
 Watch = Callable[["Curve", int], None]
 
@@ -63,11 +66,13 @@ class Curve:
         return max(self.test)
 
 
-def save_json(value: Any, path: Path) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+@dataclass
+class Since:
+    """What a run has gathered since its last evaluation, and sent in all."""
+
+    losses: list[float] = field(default_factory=list)
+    megabytes: float = 0.0
+    packets: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,32 +85,44 @@ class Simulation:
     setting: Setting
     goal: Goal
 
+    @cached_property
+    def _data(self) -> str:
+        return fingerprint(self.splits)
+
     def described(self) -> str:
         """What must be the same for a file of an earlier run to count."""
-        return f"{self.recipe.name} {len(self.splits.train)} {self.setting} {self.goal}"
+        return f"{self.recipe.name} {len(self.splits.train)} {self.setting} {self.goal} data={self._data}"
+
+    def finished(self, folder: Path) -> Curve | None:
+        """The curve of an earlier run to its end; None if there is none, or only a damaged or another one."""
+        held = read_json(folder / f"{self.name}.json")
+        if held.get("described") != self.described():
+            return None
+        try:
+            curve = Curve(**held["curve"])
+        except (KeyError, TypeError):
+            return None
+        return curve if curve.step else None
 
     def run(self, folder: Path, watch: Watch | None = None, probe: "Probing | None" = None) -> Curve:
         """The curve: read if it is finished, else trained from the newest checkpoint on."""
-        finished = folder / f"{self.name}.json"
-        if finished.exists():
-            held = json.loads(finished.read_text(encoding="utf-8"))
-            if held["described"] == self.described():
-                return Curve(**held["curve"])
+        found = self.finished(folder)
+        if found is not None:
+            return found
         cluster = Cluster(self.recipe, self.splits.train, self.setting)
         try:
             curve = self._train(cluster, folder / f"{self.name}.pt", watch, probe)
         finally:
             cluster.close()
-        save_json({"described": self.described(), "curve": asdict(curve)}, finished)
+        kept = {"described": self.described(), "made": provenance(), "curve": asdict(curve)}
+        save_json(kept, folder / f"{self.name}.json")
         (folder / f"{self.name}.pt").unlink(missing_ok=True)
         return curve
 
     def _train(self, cluster: Cluster, place: Path, watch: Watch | None, probe: "Probing | None") -> Curve:
-        curve = self._resume(cluster, place)
-        losses: list[float] = []
+        curve, since = self._resume(cluster, place)
         began, saved = time.process_time(), time.monotonic()
         before = curve.seconds
-        sent, packets = (values[-1] if values else 0.0 for values in (curve.megabytes, curve.packets))
         while cluster.done < self.goal.max_steps and curve.reached is None:
             looks = probe is not None and cluster.done % probe.every == 0
             try:
@@ -113,30 +130,30 @@ class Simulation:
             except Diverged:
                 curve.diverged = cluster.done + 1
                 if not curve.step:
-                    self._record(cluster, curve, [WORST], sent, packets)
+                    self._record(cluster, curve, replace(since, losses=[WORST]))
                 break
-            losses.append(stepped.loss)
-            sent += stepped.bytes / 1e6
-            packets += math.ceil(stepped.bytes / 1448)
+            since.losses.append(stepped.loss)
+            since.megabytes += stepped.bytes / 1e6
+            since.packets += math.ceil(stepped.bytes / 1448)
             curve.density += (stepped.density - curve.density) / cluster.done
+            curve.seconds = before + time.process_time() - began
             if watch is not None:
                 watch(curve, cluster.done)
             if cluster.done % self.goal.evaluate_every == 0 or cluster.done == self.goal.max_steps:
-                curve.seconds = before + time.process_time() - began
-                self._record(cluster, curve, losses, sent, packets)
-                losses.clear()
-                if time.monotonic() - saved > SAVE_SECONDS:
-                    self._save(cluster, curve, place)
-                    saved = time.monotonic()
+                self._record(cluster, curve, since)
+                since.losses.clear()
+            if time.monotonic() - saved > SAVE_SECONDS:
+                self._save(cluster, curve, since, place)
+                saved = time.monotonic()
         return curve
 
-    def _record(self, cluster: Cluster, curve: Curve, losses: list[float], sent: float, packets: float) -> None:
+    def _record(self, cluster: Cluster, curve: Curve, since: Since) -> None:
         """Evaluate, and add one entry to every list of the curve."""
         goal, recipe, model = self.goal, self.recipe, cluster.model
         curve.step.append(cluster.done)
-        curve.loss.append(min(sum(losses) / len(losses), WORST))
-        curve.megabytes.append(sent)
-        curve.packets.append(packets)
+        curve.loss.append(min(sum(since.losses) / len(since.losses), WORST))
+        curve.megabytes.append(since.megabytes)
+        curve.packets.append(since.packets)
         found = {}
         for split, data, samples in (
             ("train", self.splits.train, goal.train_samples),
@@ -151,21 +168,42 @@ class Simulation:
         if goal.target is not None and found[goal.split] >= goal.target:
             curve.reached = cluster.done
 
-    def _resume(self, cluster: Cluster, place: Path) -> Curve:
+    def _resume(self, cluster: Cluster, place: Path) -> tuple[Curve, Since]:
+        """Go on where a checkpoint was taken; from the start if there is none, or only a damaged or another one."""
         new = Curve(self.name, cluster.order.steps_per_epoch)
-        if not place.exists():
-            return new
-        state = torch.load(place, weights_only=True)
-        if state["described"] != self.described():
-            return new
-        cluster.load_state_dict(state["cluster"])
-        return replace(new, **json.loads(state["curve"]))
+        state = _read_checkpoint(place)
+        if state.get("described") != self.described():
+            return new, Since()
+        try:
+            curve = replace(new, **json.loads(state["curve"]))
+            # Older checkpoints were taken at evaluations alone: nothing had been gathered since.
+            since = json.loads(state["since"]) if "since" in state else _at_evaluation(curve)
+            cluster.load_state_dict(state["cluster"])
+            return curve, Since(**since)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise StudyError(f"{place} is damaged ({error}): delete it, and its run starts anew") from error
 
-    def _save(self, cluster: Cluster, curve: Curve, place: Path) -> None:
-        partial = place.with_suffix(".partial")
-        told = json.dumps(asdict(curve))
-        torch.save({"described": self.described(), "cluster": cluster.state_dict(), "curve": told}, partial)
-        os.replace(partial, place)
+    def _save(self, cluster: Cluster, curve: Curve, since: Since, place: Path) -> None:
+        told = {"curve": json.dumps(asdict(curve)), "since": json.dumps(asdict(since))}
+        state = {"described": self.described(), "cluster": cluster.state_dict(), **told}
+        save(place, lambda out: torch.save(state, out))
+
+
+def _at_evaluation(curve: Curve) -> dict[str, Any]:
+    return {"megabytes": curve.megabytes[-1], "packets": curve.packets[-1]} if curve.step else {}
+
+
+def _read_checkpoint(place: Path) -> dict[str, Any]:
+    """A checkpoint's state; nothing if the file is missing or was damaged."""
+    if not place.exists():
+        return {}
+    try:
+        state = torch.load(place, weights_only=True)
+    except OSError as error:
+        raise StudyError(f"cannot read {place} ({error.strerror}): make it readable, or delete it") from error
+    except (EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError):
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -178,8 +216,8 @@ class Probing:
 
 @torch.no_grad()
 def objective(recipe: Recipe, model: torch.nn.Module, split: Split, samples: int) -> float:
-    """The mean loss of the first samples of a split."""
-    total = 0.0
+    """The mean loss of the first samples of a split, or of all where they are fewer."""
+    samples, total = min(samples, len(split)), 0.0
     for start in range(0, samples, 500):
         chosen = range(start, min(start + 500, samples))
         total += float(recipe.loss(model, split.batch(chosen))) * len(chosen)

@@ -22,6 +22,7 @@ from thinwire.reproduce.cluster import Cluster, Setting
 from thinwire.reproduce.confirming import Trial, confirm
 from thinwire.reproduce.labs import Bed, broadcast_phases, served_phases, step_times
 from thinwire.reproduce.runs import Curve, Goal
+from thinwire.reproduce.sparsify_figures import away_figures, curve_figures, shape_figures, sweep_figures
 from thinwire.reproduce.sparsify_showing import (
     BATCH,
     DROPPED,
@@ -29,14 +30,10 @@ from thinwire.reproduce.sparsify_showing import (
     METHODS,
     TARGET,
     WORKERS,
-    away_figures,
-    curve_figures,
     differences,
     epoch_claims,
     phase_claims,
     phase_table,
-    shape_figures,
-    sweep_figures,
     sweep_table,
     test_claims,
     time_claims,
@@ -54,18 +51,19 @@ def study(workshop: Workshop) -> Study:
     splits = workshop.load(recipe, first=None if workshop.full else 1040)
     curves = _curves(workshop, recipe, splits)
     sweep = _sweep(workshop, recipe, splits)
-    away = workshop.part("away", lambda: _away(recipe, splits, 300 if workshop.full else 40))
-    shapes = workshop.part("magnitudes", lambda: _magnitudes(recipe, splits, 100 if workshop.full else 20))
-    bed = Bed("cifar10", workshop.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
-    paper = workshop.lab_part("broadcast", lambda: broadcast_phases(bed, ["dense", "percentile90"], steps=12))
-    phases = workshop.lab_part("phases", lambda: _phases(bed))
-    flat = workshop.lab_part(
-        "all-reduce", lambda: step_times(_workers_only(bed), ["dense", "percentile90", "topk1"], steps=12)
+    steps = (300, 100) if workshop.full else (40, 20)
+    setup = f"{recipe.name} {WORKERS} x {BATCH} lr={LR:g} steps="
+    away = workshop.part("away", lambda: _away(recipe, splits, steps[0]), setup=f"{setup}{steps[0]}", data=splits)
+    shapes = workshop.part(
+        "magnitudes", lambda: _magnitudes(recipe, splits, steps[1]), setup=f"{setup}{steps[1]}", data=splits
     )
+    bed = Bed("cifar10", workshop.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
+    paper, phases, flat = _step_times(workshop, bed, workshop.load(recipe))
     trial = Trial(_workers_only(bed), "topk1", codec_for("topk1"), 0.35, 300, 10, 1000)
     confirmed, proof = confirm(workshop, trial, flat)
     times = times_of(curves, paper, phases, flat)
-    claims = [*time_claims(times), *epoch_claims(curves), *phase_claims(paper), *test_claims(curves), *confirmed]
+    claims = [*time_claims(times, workshop.full), *epoch_claims(curves, workshop.full)]
+    claims += [*phase_claims(paper), *test_claims(curves), *confirmed]
     tables = [time_table(curves, times), *_phase_tables(paper, phases), sweep_table(sweep), *proof]
     return Study(
         "sparsify-gradients",
@@ -75,7 +73,7 @@ def study(workshop: Workshop) -> Study:
         verdict(times, curves),
         claims,
         tables,
-        [*curve_figures(curves, times), *sweep_figures(sweep), *away_figures(away), *shape_figures(shapes)],
+        [*curve_figures(curves, times), *sweep_figures(sweep), *away_figures(away), *shape_figures(shapes or [])],
         differences(workshop, len(splits.train)),
         facts={
             "workers": f"{WORKERS} and a master",
@@ -83,6 +81,26 @@ def study(workshop: Workshop) -> Study:
             "rate": f"{LR:g}",
             "network": "500 Mbit/s, emulated",
         },
+    )
+
+
+def _step_times(workshop: Workshop, bed: Bed, splits: Splits) -> tuple[Any, Any, Any]:
+    """The lab's steps: the paper's way, thinwire's server, and no master; None where the lab is left out."""
+    broadcast, flat = ["dense", "percentile90"], ["dense", "percentile90", "topk1"]
+    return (
+        # Its processes make up their images.
+        workshop.lab_part(
+            "broadcast",
+            lambda: broadcast_phases(bed, broadcast, steps=12),
+            setup=f"{bed.setup} {', '.join(broadcast)} steps=12",
+        ),
+        workshop.lab_part("phases", lambda: _phases(bed), setup=f"{bed.setup} {METHODS} steps=9", data=splits),
+        workshop.lab_part(
+            "all-reduce",
+            lambda: step_times(_workers_only(bed), flat, steps=12),
+            setup=f"{_workers_only(bed).setup} {', '.join(flat)} steps=12",
+            data=splits,
+        ),
     )
 
 

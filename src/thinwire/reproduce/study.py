@@ -12,6 +12,7 @@ from typing import Any
 from thinwire.errors import ThinwireError
 
 VERSION = 1
+MADE = ("command", "version", "machine", "date", "took")  # what a result says of how it was made
 
 
 class StudyError(ThinwireError):
@@ -81,7 +82,7 @@ class Study:
     differs: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # parts that were not run
     facts: dict[str, str] = field(default_factory=dict)
-    made: dict[str, str] = field(default_factory=dict)  # command, versions, machine, date, seconds
+    made: dict[str, str] = field(default_factory=dict)  # what MADE names
 
     @property
     def stem(self) -> str:
@@ -104,9 +105,13 @@ class Study:
             raw["figures"] = [
                 Figure(**{**f, "series": [Series(**series) for series in f["series"]]}) for f in raw["figures"]
             ]
-            return cls(**raw)
+            study = cls(**raw)
+            lacking = [key for key in MADE if not isinstance(study.made.get(key), str)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StudyError(f"{path} is not the result of a study ({error})") from error
+        if lacking:
+            raise StudyError(f"{path} does not say how it was made ({', '.join(lacking)}): run the study again")
+        return study
 
 
 def number(value: float | None, unit: str = "") -> str:

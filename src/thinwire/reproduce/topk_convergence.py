@@ -8,24 +8,24 @@ import math
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits, Float32
 from thinwire.recipes import get_recipe
 from thinwire.recipes.recipe import Recipe, Splits
-from thinwire.reproduce.cluster import Cluster, Gradients, Probe, Setting
+from thinwire.reproduce.cluster import Setting
 from thinwire.reproduce.confirming import Trial, confirm
 from thinwire.reproduce.labs import Bed
 from thinwire.reproduce.problems import logistic, optimum
 from thinwire.reproduce.runs import Curve, Goal, Probing
 from thinwire.reproduce.study import Claim, Figure, Series, Study, Table, number
+from thinwire.reproduce.theory import note
 from thinwire.reproduce.workshop import Workshop
 
 DENSITIES = (0.1, 0.01, 0.001, 0.0001)
+RUNS = len(DENSITIES) + 2  # dense, and one in 8 bits
 CLAIMED = 1000.0  # times less communication
+XI = 10.0  # that is taken for a small constant
 
 
 def study(workshop: Workshop) -> Study:
@@ -33,7 +33,14 @@ def study(workshop: Workshop) -> Study:
     convex = Problem(workshop, logistic(), workers=8, batch=16, lr=0.02, epochs=6.0 if workshop.full else 1.5)
     network = get_recipe("mnist-conv")
     other = Problem(workshop, network, workers=4, batch=16, lr=0.05, epochs=5.0 if workshop.full else 0.5)
-    best = workshop.part("optimum", lambda: _optimum(convex.recipe, convex.splits))
+    best = workshop.part(
+        "optimum",
+        lambda: _optimum(convex.recipe, convex.splits),
+        setup=f"{convex.recipe.name} samples=10000",
+        data=convex.splits,
+        needed=True,
+    )
+    assert best is not None  # the figures are drawn above it
     curves = {"logistic": convex.run(), "network": other.run()}
     bed = Bed("mnist-conv", workshop.data, hosts=4, rate="100mbit", batch=16, lr=0.05)
     confirmed, proof = confirm(workshop, Trial(bed, "0.001", Codec(TopK(0.001)), 0.9, 600, 25))
@@ -74,7 +81,7 @@ class Problem:
     ) -> None:
         self.workshop, self.recipe, self.splits = workshop, recipe, workshop.load(recipe)
         self.workers, self.batch, self.lr = workers, batch, lr
-        self.steps = int(epochs * len(self.splits.train) / (workers * batch))
+        self.steps = max(1, int(epochs * len(self.splits.train) / (workers * batch)))
 
     def run(self) -> dict[str, Curve]:
         """The curves by name: dense, every density with 32-bit values, and the thinnest also in 8 bits."""
@@ -82,6 +89,7 @@ class Problem:
         for density in DENSITIES:
             codecs[f"{100 * density:g} %"] = _codec(density, 32)
         codecs["0.1 %, 8 bit"] = _codec(0.001, 8)
+        assert len(codecs) == RUNS
         # Evaluating the network takes as long as training it on a third of as many samples.
         looks, test, samples = (40, 4000, 10_000) if self.recipe.name == "logistic" else (25, 2000, 1000)
         every = max(1, self.steps // looks)
@@ -90,7 +98,7 @@ class Problem:
         for name, codec in codecs.items():
             setting = Setting(self.workers, self.batch, self.lr, 0.0, codec)
             density = next((d for d in DENSITIES if name.startswith(f"{100 * d:g} %")), 1.0)
-            probe = Probing(every, partial(_note, density=density)) if codec else None
+            probe = Probing(every, partial(note, density=density)) if codec else None
             file = f"{self.recipe.name}-{name.replace(' %', '').replace(', ', '-').replace(' ', '')}"
             curve = self.workshop.train(file, self.recipe, self.splits, setting, goal, probe=probe)
             if curve is not None:
@@ -100,43 +108,6 @@ class Problem:
 
 def _codec(density: float, bits: int) -> Codec:
     return Codec(TopK(density, exact=True), Float32() if bits == 32 else Bits(8), scope="global", min_numel=0)
-
-
-def _note(curve: Curve, cluster: Cluster, density: float) -> Probe:
-    """Note xi, delta and the largest memory, over the whole gradient as one vector."""
-
-    def look(gradients: list[Gradients], codecs: list[Codec]) -> None:
-        fresh = [torch.cat([g.flatten() for g in own.values()]) for own in gradients]
-        summed = [g + _held(codec, cluster.names, g) for g, codec in zip(fresh, codecs, strict=True)]
-        k = max(1, round(density * summed[0].numel()))
-        tops = [_top(vector, k) for vector in summed]
-        mean = torch.stack(summed).mean(0)
-        gap = float((_top(mean, k) - torch.stack(tops).mean(0)).norm())
-        norm = float(torch.stack(fresh).mean(0).norm())
-        shares = [float(t.square().sum() / v.square().sum()) for t, v in zip(tops, summed, strict=True)]
-        notes = curve.notes
-        for key, value in (
-            ("step", cluster.done),
-            ("xi", gap / norm),
-            ("delta", sum(shares) / len(shares)),
-            ("held", max(float((v - t).norm()) for v, t in zip(summed, tops, strict=True))),
-            ("gradient", max(float(g.norm()) for g in fresh)),
-        ):
-            notes.setdefault(key, []).append(value)
-
-    return look
-
-
-def _held(codec: Codec, names: list[str], like: Tensor) -> Tensor:
-    parts = [codec.held(name).get("residual") for name in names]
-    return torch.cat([p for p in parts if p is not None]) if all(p is not None for p in parts) else like * 0.0
-
-
-def _top(vector: Tensor, k: int) -> Tensor:
-    out = torch.zeros_like(vector)
-    places = vector.abs().topk(k).indices
-    out[places] = vector[places]
-    return out
 
 
 def _savings(curves: dict[str, Curve]) -> list[dict[str, Any]]:
@@ -165,12 +136,22 @@ def _first(curve: Curve, goal: float) -> int | None:
 
 
 def _claim(name: str, rows: list[dict[str, Any]]) -> Claim:
-    best = max(rows, key=lambda row: row["times"], default=None)
-    times = best["times"] if best else None
-    note = f"at {best['name']}, to {100 * best['goal']:.2f} % test accuracy" if best else ""
-    return Claim(
-        f"{name}: communication saved at equal accuracy", CLAIMED, times, "x", bool(times and times >= CLAIMED), note
-    )
+    """The best of all runs: a run that was left out could still make it hold."""
+    what = f"{name}: communication saved at equal accuracy"
+    if all(row["name"] == "dense" for row in rows):
+        return Claim(what, CLAIMED, None, "x")
+    best = max(rows, key=lambda row: row["times"])
+    times = best["times"]
+    note = f"at {best['name']}, to {100 * best['goal']:.2f} % test accuracy"
+    held = True if times >= CLAIMED else False if len(rows) == RUNS else None
+    return Claim(what, CLAIMED, times, "x", held, note)
+
+
+def _below(value: float | None, bar: float, curves: dict[str, Curve]) -> bool | None:
+    """Whether the largest of all runs stays below a bar: a run that was left out could still break it."""
+    if value is None or (value <= bar and len(curves) < RUNS):
+        return None
+    return value <= bar
 
 
 def _xi_claim(name: str, curves: dict[str, Curve]) -> Claim:
@@ -182,28 +163,34 @@ def _xi_claim(name: str, curves: dict[str, Curve]) -> Claim:
         None,
         largest,
         "",
-        largest is not None and largest < 10.0,
-        f"taken to hold below 10; means {means}",
+        _below(largest, XI, curves),
+        f"taken to hold below {XI:g}; means {means}",
     )
 
 
 def _bound_claim(name: str, curves: dict[str, Curve]) -> Claim:
     """The largest memory over the bound sqrt(4 (1 - d)) / d x the largest gradient, with the theory's d = k/n."""
-    worst, where = 0.0, ""
+    shares = {}
     for label, curve in curves.items():
         if curve.notes:
             k = float(label.split(" ")[0]) / 100
             bound = math.sqrt(4 * (1 - k)) / k * max(curve.notes["gradient"])
-            share = max(curve.notes["held"]) / bound
-            worst, where = max((worst, where), (share, label))
-    return Claim(
-        f"{name}: what a memory holds, over its bound", 1.0, worst, "x", worst <= 1.0, f"closest to it at {where}"
-    )
+            shares[label] = max(curve.notes["held"]) / bound
+    what = f"{name}: what a memory holds, over its bound"
+    if not shares:
+        return Claim(what, 1.0, None, "x")
+    where = max(shares, key=lambda label: shares[label])
+    worst = shares[where]
+    return Claim(what, 1.0, worst, "x", _below(worst, 1.0, curves), f"closest to it at {where}")
 
 
 def _verdict(saved: dict[str, list[dict[str, Any]]]) -> str:
-    best = {name: max((row["times"] for row in rows), default=0.0) for name, rows in saved.items()}
+    best = {name: max(row["times"] for row in rows) for name, rows in saved.items() if len(rows) > 1}
+    if not best:
+        return "Nothing is judged: no sparse run was made next to dense."
     parts = [f"{times:,.0f} times less on the {name} problem" for name, times in best.items()]
+    if len(best) < len(saved) or any(len(rows) < RUNS for rows in saved.values()):
+        return f"Communication at equal accuracy, in the runs that were made: {', '.join(parts)}."
     if all(times >= CLAIMED for times in best.values()):
         return f"Three orders of magnitude less communication at equal accuracy hold: {', '.join(parts)}."
     return f"Communication at equal accuracy: {', '.join(parts)}; three orders of magnitude do not hold everywhere."

@@ -3,10 +3,9 @@
 A part is a piece of work whose outcome is kept in a file: a study that is run again does only what is missing.
 """
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thinwire.lab.check import check, ready
 from thinwire.recipes.recipe import Batch, Recipe, Split, Splits
 from thinwire.reproduce.cluster import Setting
-from thinwire.reproduce.runs import Curve, Goal, Probing, Simulation, save_json
-from thinwire.reproduce.study import StudyError
+from thinwire.reproduce.keeping import fingerprint, origins, provenance, read_json, save_json
+from thinwire.reproduce.runs import Curve, Goal, Probing, Simulation
+from thinwire.reproduce.study import Study, StudyError
 
 SCALES = ("small", "full")
 
@@ -44,9 +44,11 @@ class Workshop:
     data: Path | None
     folder: Path  # of the parts
     lab: bool = True
-    only: tuple[str, ...] = ()  # runs to make; empty: all
+    only: tuple[str, ...] = ()  # runs and parts to make; empty: all
     console: Console = field(default_factory=lambda: Console(stderr=True))
     skipped: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)  # every run and part that the study wanted
+    used: list[Path] = field(default_factory=list)  # files of those that it got
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -66,29 +68,52 @@ class Workshop:
             return splits
         return Splits(First(splits.train, first), splits.test)
 
-    def part(self, name: str, make: Callable[[], Any]) -> Any:
-        """The outcome of a piece of work: from its file, or made now and kept. It must be plain data."""
+    def part(
+        self, name: str, make: Callable[[], Any], *, setup: str, data: Splits | None = None, needed: bool = False
+    ) -> Any | None:
+        """The outcome of a piece of work: from its file, or made now and kept. It must be plain data.
+
+        setup and data say what it is the outcome of: a file of another is made anew. None, and noted, if it is not
+        among those wanted; what other work needs is always made.
+        """
+        described = _described(setup, data)
+        held = self._held(name, described)
+        if held is None and not (needed or self._wanted(name)):
+            self.skipped.append(f"{name}: this part was left out")
+            return None
         path = self.folder / f"part-{name}.json"
-        if not path.exists():
+        if held is None:
             self.say(f"{name} ...")
-            began = time.monotonic()
-            outcome = make()
-            save_json({"seconds": time.monotonic() - began, "outcome": outcome}, path)
-        return json.loads(path.read_text(encoding="utf-8"))["outcome"]
+            began, outcome = time.monotonic(), make()
+            kept = {"described": described, "made": provenance(), "seconds": time.monotonic() - began}
+            save_json({**kept, "outcome": outcome}, path)
+            held = read_json(path)
+        self.used.append(path)
+        return held["outcome"]
 
-    def took(self) -> str:
-        """How long all parts and runs took together, those of earlier calls included."""
-        held = [json.loads(path.read_text(encoding="utf-8")) for path in self.folder.glob("*.json")]
-        simulated = sum(found["curve"]["seconds"] for found in held if "curve" in found) / 60
-        others = sum(found["seconds"] for found in held if "curve" not in found) / 60
-        return f"{simulated:.0f} minutes of one core for simulated runs, {others:.0f} minutes for all else"
-
-    def lab_part(self, name: str, make: Callable[[], Any]) -> Any | None:
+    def lab_part(self, name: str, make: Callable[[], Any], *, setup: str, data: Splits | None = None) -> Any | None:
         """A part that needs emulated hosts; None, and noted, where they are not wanted."""
-        if not self.lab and not (self.folder / f"part-{name}.json").exists():
+        if not self.lab and self._held(name, _described(setup, data)) is None:
             self.skipped.append(f"{name}: needs the lab, which was left out")
             return None
-        return self.part(name, lambda: _with_lab(make))
+        return self.part(name, lambda: _with_lab(make), setup=setup, data=data)
+
+    def _held(self, name: str, described: str) -> dict[str, Any] | None:
+        """What a part's file holds, if it is the outcome of the same."""
+        self.asked.append(name)
+        held = read_json(self.folder / f"part-{name}.json")
+        return held if held.get("described") == described and "outcome" in held else None
+
+    def _wanted(self, name: str) -> bool:
+        return not self.only or name in self.only
+
+    def made(self) -> dict[str, str]:
+        """By what, where, when and in what time all that was used was made, by earlier calls too."""
+        files = [read_json(path) for path in dict.fromkeys(self.used)]
+        simulated = sum(_seconds(found.get("curve")) for found in files) / 60
+        others = sum(_seconds(found) for found in files) / 60
+        took = f"{simulated:.0f} minutes of one core for simulated runs, {others:.0f} minutes for all else"
+        return {**origins(files), "took": took}
 
     def train(
         self,
@@ -102,7 +127,8 @@ class Workshop:
     ) -> Curve | None:
         """A simulated run, shown while it goes on; None, and noted, if it is not among those wanted."""
         simulation = Simulation(name, recipe, splits, setting, goal)
-        if self.only and name not in self.only and not (self.folder / f"{name}.json").exists():
+        self.asked.append(name)
+        if not self._wanted(name) and simulation.finished(self.folder) is None:
             self.skipped.append(f"{name}: this run was left out")
             return None
         columns = (
@@ -123,7 +149,25 @@ class Workshop:
 
             curve = simulation.run(self.folder, watch, probe)
             progress.update(task, completed=curve.step[-1], total=curve.step[-1], news=_news(curve, recipe.metric))
+        self.used.append(self.folder / f"{name}.json")
         return curve
+
+
+def names_of(study: Callable[[Workshop], Study], workshop: Workshop) -> list[str]:
+    """Every run and part that a study asks for, by a pass that makes nothing but what other work needs."""
+    idle = replace(workshop, lab=False, only=("",), skipped=[], asked=[], used=[])
+    study(idle)
+    return list(dict.fromkeys(idle.asked))
+
+
+def _described(setup: str, data: Splits | None) -> str:
+    """What must be the same for a part's file to count."""
+    return f"{setup} data={fingerprint(data)}" if data is not None else setup
+
+
+def _seconds(held: Any) -> float:
+    found = held.get("seconds") if isinstance(held, dict) else None
+    return float(found) if isinstance(found, int | float) else 0.0
 
 
 def _with_lab(make: Callable[[], Any]) -> Any:

@@ -1,5 +1,6 @@
 """Writing: a study as its files: results JSON, page, picture; and docs/results.md from all of them."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,18 +11,20 @@ from pathlib import Path
 
 from thinwire.report.markup import replace_file
 from thinwire.report.study import write_study_page
-from thinwire.reproduce.study import Study, claim_rows
+from thinwire.reproduce.study import Study, StudyError, claim_rows
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PATIENCE = 120.0  # seconds for a page
 HEADLESS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
 
 
-def write_study(study: Study, out: Path) -> list[Path]:
-    """Write all files of a study; returns those that could be written (the picture needs a Chromium)."""
-    json_file, page, picture = (out / f"{study.stem}.{ending}" for ending in ("json", "html", "png"))
+def write_study(study: Study, out: Path) -> tuple[Path, Path]:
+    """Write a study's JSON and page; under another name if those in place have parts that this one lacks."""
+    stem = f"{study.stem}.partial" if _would_lose(study, out / f"{study.stem}.json") else study.stem
+    json_file, page = out / f"{stem}.json", out / f"{stem}.html"
     replace_file(json_file, study.to_json())
     write_study_page(
         page,
@@ -34,26 +37,64 @@ def write_study(study: Study, out: Path) -> list[Path]:
         figures=[asdict(figure) for figure in study.figures],
         made=study.made,
     )
-    return [json_file, page, *([picture] if photograph(page, picture) else [])]
+    return json_file, page
 
 
-def photograph(page: Path, picture: Path, *, width: int = 1200) -> bool:
-    """A picture of a whole page by a browser without a window; False if there is none."""
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
+def _would_lose(study: Study, place: Path) -> bool:
+    """Whether a result in place has parts that this one lacks."""
+    if not study.missing or not place.exists():
         return False
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+    try:
+        lacked = {_part(words) for words in Study.read(place).missing}
+    except StudyError:  # of another version, or damaged: nobody knows
+        return True
+    return not {_part(words) for words in study.missing} <= lacked
 
-        def run(height: int, *what: str) -> str:
-            argv = [browser, *HEADLESS, f"--user-data-dir={profile}", f"--window-size={width},{height}", *what]
-            done = subprocess.run([*argv, page.resolve().as_uri()], capture_output=True, text=True, timeout=120)
-            return done.stdout
 
-        height = re.search(r'data-height="(\d+)"', run(2000, "--dump-dom"))
-        if height is None:
-            return False
-        run(int(height[1]), f"--screenshot={picture.resolve()}")
-    return picture.exists()
+def _part(words: str) -> str:
+    """The name of a part that was not run: what stands before why."""
+    return words.partition(":")[0]
+
+
+def photograph(page: Path, picture: Path, *, width: int = 1200) -> str | None:
+    """A picture of a whole page by a browser without a window; if there can be none, why.
+
+    An earlier page's picture is taken away first: it must not pass for this one's.
+    """
+    try:
+        picture.unlink(missing_ok=True)
+        browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+        if browser is None:
+            return f"none of {', '.join(BROWSERS)} is installed"
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True, dir=picture.parent) as folder:
+            return _photograph([browser, *HEADLESS], page, picture, Path(folder), width)
+    except subprocess.TimeoutExpired:
+        return f"the browser did not end within {PATIENCE:g} seconds"
+    except OSError as error:
+        return f"{error.filename or picture}: {error.strerror}"
+
+
+def _photograph(browser: Sequence[str], page: Path, picture: Path, folder: Path, width: int) -> str | None:
+    """Look how high the page is, then take it; the browser works in a folder of its own."""
+    shot = folder / "shot.png"
+
+    def run(height: int, *what: str) -> str | None:
+        argv = [*browser, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}", *what]
+        # Output goes to a file: after a timeout nobody waits for a pipe that the browser's children hold.
+        with (folder / "said").open("w+", encoding="utf-8", errors="replace") as said:
+            argv.append(page.resolve().as_uri())
+            done = subprocess.run(argv, stdout=said, stderr=subprocess.DEVNULL, timeout=PATIENCE)
+            said.seek(0)
+            return said.read() if done.returncode == 0 else None
+
+    height = re.search(r'data-height="(\d+)"', run(2000, "--dump-dom") or "")
+    if height is None:
+        return "the browser could not draw the page"
+    taken = run(int(height[1]), f"--screenshot={shot.resolve()}")
+    if taken is None or not shot.exists() or shot.read_bytes()[:4] != b"\x89PNG":
+        return "the browser took no picture"
+    os.replace(shot, picture)
+    return None
 
 
 def read_studies(folder: Path) -> list[Study]:
