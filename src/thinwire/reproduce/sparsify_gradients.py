@@ -27,9 +27,10 @@ from thinwire.reproduce.sparsify_showing import (
     BATCH,
     DROPPED,
     LR,
-    METHODS,
     TARGET,
+    THIN,
     WORKERS,
+    codecs,
     differences,
     epoch_claims,
     phase_claims,
@@ -59,7 +60,7 @@ def study(workshop: Workshop) -> Study:
     )
     bed = Bed("cifar10", workshop.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
     paper, phases, flat = _step_times(workshop, bed, workshop.load(recipe))
-    trial = Trial(_workers_only(bed), "topk1", codec_for("topk1"), 0.35, 300, 10, 1000)
+    trial = Trial(_workers_only(bed), THIN[workshop.full], codec_for(THIN[workshop.full]), 0.35, 300, 10, 1000)
     confirmed, proof = confirm(workshop, trial, flat)
     times = times_of(curves, paper, phases, flat)
     claims = [*time_claims(times, workshop.full), *epoch_claims(curves, workshop.full)]
@@ -86,7 +87,8 @@ def study(workshop: Workshop) -> Study:
 
 def _step_times(workshop: Workshop, bed: Bed, splits: Splits) -> tuple[Any, Any, Any]:
     """The lab's steps: the paper's way, thinwire's server, and no master; None where the lab is left out."""
-    broadcast, flat = ["dense", "percentile90"], ["dense", "percentile90", "topk1"]
+    both = codecs(workshop.full)
+    broadcast, flat = ["dense", "percentile90"], {name: push for name, (push, _) in both.items()}
     return (
         # Its processes make up their images.
         workshop.lab_part(
@@ -94,11 +96,11 @@ def _step_times(workshop: Workshop, bed: Bed, splits: Splits) -> tuple[Any, Any,
             lambda: broadcast_phases(bed, broadcast, steps=12),
             setup=f"{bed.setup} {', '.join(broadcast)} steps=12",
         ),
-        workshop.lab_part("phases", lambda: _phases(bed), setup=f"{bed.setup} {METHODS} steps=9", data=splits),
+        workshop.lab_part("phases", lambda: _phases(bed, both), setup=f"{bed.setup} {both} steps=9", data=splits),
         workshop.lab_part(
             "all-reduce",
-            lambda: step_times(_workers_only(bed), flat, steps=12),
-            setup=f"{_workers_only(bed).setup} {', '.join(flat)} steps=12",
+            lambda: _flat_times(_workers_only(bed), flat),
+            setup=f"{_workers_only(bed).setup} {', '.join(flat.values())} steps=12",
             data=splits,
         ),
     )
@@ -114,8 +116,9 @@ def _workers_only(bed: Bed) -> Bed:
     return Bed(bed.recipe, bed.data, WORKERS, bed.rate, bed.batch, bed.lr)
 
 
-def _codec(name: str) -> Codec | None:
-    return None if name == "dense" else codec_for(METHODS[name][0])
+def _flat_times(bed: Bed, methods: dict[str, str]) -> Any:
+    measured = step_times(bed, list(methods.values()), steps=12)
+    return {**measured, **{name: measured[method] for name, method in methods.items()}}
 
 
 def _curves(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Curve]:
@@ -124,8 +127,9 @@ def _curves(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Cur
     epochs, every, samples, test = (60, 1, 5000, 10_000) if workshop.full else (90, 2, 1040, 500)
     goal = Goal(epochs * per_epoch, every * per_epoch, samples, test, target=TARGET)
     found = {}
-    for name in METHODS:
-        curve = workshop.train(name, recipe, splits, Setting(WORKERS, BATCH, LR, 0.0, _codec(name)), goal)
+    for name, (push, _) in codecs(workshop.full).items():
+        codec = None if push == "dense" else codec_for(push)
+        curve = workshop.train(name, recipe, splits, Setting(WORKERS, BATCH, LR, 0.0, codec), goal)
         if curve is not None:
             found[name] = curve
     return found
@@ -152,7 +156,7 @@ def _away(recipe: Recipe, splits: Splits, steps: int) -> dict[str, Any]:
     for name, codec in (
         ("percentile90", codec_for("percentile90")),
         ("percentile90 with memory", Codec(Percentile(90), Bits(8))),
-        ("thinwire", Codec(TopK(0.01), Bits(8))),
+        ("thinwire at 1 %", Codec(TopK(0.01), Bits(8))),
     ):
         cluster = Cluster(recipe, splits.train, Setting(WORKERS, BATCH, LR, 0.0, codec))
         large = [i for i, n in enumerate(cluster.numels) if n >= codec.min_numel]
@@ -194,5 +198,5 @@ def _magnitudes(recipe: Recipe, splits: Splits, steps: int) -> list[dict[str, An
     return found
 
 
-def _phases(bed: Bed) -> dict[str, dict[str, float]]:
-    return {name: served_phases(bed, push, pull, steps=9) for name, (push, pull) in METHODS.items()}
+def _phases(bed: Bed, methods: dict[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
+    return {name: served_phases(bed, push, pull, steps=9) for name, (push, pull) in methods.items()}
