@@ -109,8 +109,8 @@ def _check(
         options.refuse(context, SERVED, "go with --server")
     elif context.params["mode"] != "ssp":
         options.refuse(context, ("bound",), "goes with --mode ssp")
-    if "RANK" in os.environ:
-        options.refuse(context, ("workers",), "is what torchrun says: leave it out")
+    if "RANK" in os.environ and context.params["workers"] != _world(0):
+        options.refuse(context, ("workers",), f"is what torchrun says, {_world(0)} here: leave it out")
     if transport not in ("tcp", "udp", "mpi") or (transport != "tcp" and not server):
         raise ValueError("--transport is tcp, udp or mpi, and the last two go with --server")
     if shaped and ("RANK" in os.environ or transport == "mpi"):
