@@ -177,6 +177,15 @@ def test_mistakes_get_one_sentence(capsys: pytest.CaptureFixture[str], words: li
     assert len(lines) == 1 and lines[0].startswith("thinwire") and hint in lines[0]
 
 
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "saved" / "step-00000005").mkdir(parents=True)
+    (tmp_path / "saved" / "step-00000005" / "model.pt").write_bytes(b"no model at all")
+    words = ["train", "digits", "--workers", "1", "--checkpoint", "saved", "--resume", "--max-steps", "6"]
+    done = subprocess.run([THINWIRE, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "the checkpoint saved/step-00000005 cannot be used" in done.stderr
+
+
 def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     require_lab()
     mark = f"thinwire-test-{os.getpid()}"

@@ -86,9 +86,8 @@ class Codec(Keeper):
         batch = self.open(tensors, step=step, hold=hold)
         if isinstance(batch, str):
             return empty_frame(batch)
-        room = torch.empty(
-            self.frame_bound([v.n for v in batch.vectors]) if budget is None else budget, dtype=torch.uint8
-        )
+        size = self.frame_bound([v.n for v in batch.vectors]) if budget is None else budget
+        room = torch.empty(size, dtype=torch.uint8)
         frame = self.write(batch, len(tensors), room)
         # A bound leaves most of its room unused, a budget little: only that may live as long as the frame.
         return replace(frame, data=frame.data.clone()) if budget is None else frame

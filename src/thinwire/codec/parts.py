@@ -1,7 +1,7 @@
 """Parts: one batch of gradients as frames in rooms of their own, each with the entries that one rank owns.
 
 Large tensors are dealt out in blocks, so that every rank's share is like the others; a share's positions count within
-the share. What the exchanges need that give every rank a share of the index space: splitting what is sent, and
+the share. What exchanges need: everything in one room, or every rank's share of the index space in its own, and
 encoding sums that leave in place what the second selection rejects.
 """
 

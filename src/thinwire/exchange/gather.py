@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import Frame, FrameReader, Frames, sum_frames
+from thinwire.codec.frame import Frame, FrameReader, Frames, frames_of
 from thinwire.codec.parts import Deal, Part, encode_parts
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
@@ -71,7 +71,7 @@ class Gather(Exchange):
             compress,
             decode,
             undo=lambda: give_back(self._codec, plan.names, plan.numels, frame),
-            sent=lambda outs: sum_frames([FrameReader(frame, plan.numels)], outs),
+            sent=lambda outs: frames_of([frame], [plan.numels]).sum_to(outs),
         )
 
     def _plan(self, bucket: Bucket) -> _Plan:

@@ -103,8 +103,10 @@ class Checkpoint:
             if self._link is not None:
                 links = [torch.load(found[-1] / f"link-{rank}.pt", weights_only=True) for rank in range(state["world"])]
                 self._link.load_state_dict(links)
-        except (OSError, RuntimeError, KeyError, ValueError) as error:
-            reason = " ".join(str(error).split())
+        except CheckpointError:
+            raise
+        except Exception as error:  # torch raises many kinds for files that are not its own
+            reason = " ".join(str(error).split())[:200]
             raise CheckpointError(
                 f"the checkpoint {found[-1]} cannot be used ({reason}): remove it or start anew"
             ) from error

@@ -13,10 +13,6 @@ LAB = {"dense": "dense", "90 %": "percentile90-residual", "99.9 %": "topk0.1", "
 TRANSLATORS = {"translate": "GRU", "translate-layernorm": "GRU, layer norm", "translate-transformer": "Transformer"}
 
 
-def _first(curve: Curve, target: float) -> int | None:
-    return next((step for step, value in zip(curve.step, curve.test, strict=True) if value >= target), None)
-
-
 def lab_ms(lab: Any, name: str, codec: Codec | None) -> float | None:
     """The lab's step of a run's codec; None if the lab measured no codec that sends as much."""
     method = LAB.get(name)
@@ -62,7 +58,7 @@ def digit_claims(found: dict[str, Curve], lab: Any) -> list[Claim]:
         )
         if dense and timed:
             target = dense.best_test - 0.002
-            steps = _first(dense, target), _first(timed, target)
+            steps = dense.first_at(target), timed.first_at(target)
             sooner = steps[0] * lab["dense"]["ms"] / (steps[1] * lab["topk1"]["ms"]) if steps[0] and steps[1] else None
             bits = "8" if "99 %, 8 bit" in found else "32"
             note = f"to {100 * target:.2f} % in {steps[1] or 'no'} steps of {bits}-bit values against {steps[0]}"
@@ -108,7 +104,7 @@ def digit_table(found: dict[str, Curve], times: dict[str, float]) -> Table:
     target = dense.best_test - 0.002 if dense else 1.0
     rows = []
     for name, curve in found.items():
-        steps, ms = _first(curve, target), times.get(name)
+        steps, ms = curve.first_at(target), times.get(name)
         rows.append(
             {
                 "Dropped": name,

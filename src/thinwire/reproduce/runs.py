@@ -5,7 +5,6 @@ A finished run is one JSON file; an unfinished one is a checkpoint of the whole 
 
 import json
 import math
-import pickle
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -64,6 +63,10 @@ class Curve:
     @property
     def best_test(self) -> float:
         return max(self.test)
+
+    def first_at(self, target: float) -> int | None:
+        """The step of the first evaluation at which the test split's metric was at the target."""
+        return next((step for step, value in zip(self.step, self.test, strict=True) if value >= target), None)
 
 
 @dataclass
@@ -201,7 +204,7 @@ def _read_checkpoint(place: Path) -> dict[str, Any]:
         state = torch.load(place, weights_only=True)
     except OSError as error:
         raise StudyError(f"cannot read {place} ({error.strerror}): make it readable, or delete it") from error
-    except (EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError):
+    except Exception:  # torch raises many kinds for files that are not its own
         return {}
     return state if isinstance(state, dict) else {}
 

@@ -124,10 +124,6 @@ def _median(way: Any) -> float:
     return statistics.median(times)
 
 
-def _first(curve: Curve, target: float) -> int | None:
-    return next((step for step, value in zip(curve.step, curve.test, strict=True) if value >= target), None)
-
-
 def _accuracy_claims(curves: dict[str, Curve]) -> list[Claim]:
     if "dense" not in curves:
         return []
@@ -156,7 +152,7 @@ def _choosing_claims(choosing: dict[str, float]) -> list[Claim]:
 
 def _verdict(curves: dict[str, Curve], choosing: dict[str, float], target: float) -> str:
     compared = {name: curve for name, curve in curves.items() if name != "dense" and "dense" in curves}
-    met = [name for name, curve in compared.items() if _first(curve, target)]
+    met = [name for name, curve in compared.items() if curve.first_at(target)]
     parts = []
     if compared:
         parts.append(f"{len(met)} of {len(compared)} thresholds come within half a point of dense in the same steps")
@@ -171,7 +167,7 @@ def _verdict(curves: dict[str, Curve], choosing: dict[str, float], target: float
 def _table(curves: dict[str, Curve], seconds: dict[str, float], target: float) -> Table:
     rows = []
     for name, curve in curves.items():
-        steps, each = _first(curve, target), seconds.get(name)
+        steps, each = curve.first_at(target), seconds.get(name)
         rows.append(
             {
                 "Threshold": name,
