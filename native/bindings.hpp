@@ -39,4 +39,5 @@ inline std::tuple<uint64_t, uint64_t, uint64_t, double> plain(const Written& w) 
   return {w.sent, w.selected, w.ties, w.magnitudes};
 }
 
+void bind_datagrams(nb::module_& m);
 void bind_reading(nb::module_& m);

@@ -23,6 +23,10 @@ class LossySocket(socket.socket):
     def sendto(self, data: Any, *rest: Any) -> int:
         return self._throw(super().sendto, (data, *rest))
 
+    def sendmsg(self, buffers: Any, ancillary: Any = (), flags: int = 0, address: Any = None) -> int:
+        """Datagrams that the kernel would part: each is thrown for alone."""
+        return sum(self.send(each) if address is None else self.sendto(each, address) for each in buffers)
+
     def _throw(self, send: Any, arguments: tuple[Any, ...]) -> int:
         held, self._held = self._held, []
         if self._chance.random() < self._loss:

@@ -29,7 +29,7 @@ from thinwire.transport.envelope import (
 )
 from thinwire.transport.gathering import Gathering
 from thinwire.transport.pieces import pack, unpack
-from thinwire.transport.sealing import KEY_BYTES, Opener, Sealer, new_keys, session_of
+from thinwire.transport.sealing import KEY_BYTES, Opener, Sealer, new_keys, split
 from thinwire.transport.udp_connection import UdpConnection
 from thinwire.transport.udp_listener import UdpListener
 
@@ -172,13 +172,17 @@ def test_a_restarted_server_gives_a_new_session() -> None:
 def test_seals() -> None:
     keys = new_keys()
     sealer, opener_ = Sealer(5, keys[:KEY_BYTES]), Opener(keys[:KEY_BYTES])
-    first, second = sealer.seal(b"one"), sealer.seal(b"two")
-    assert session_of(first) == 5 and session_of(b"short") is None
-    assert opener_.open(second) == b"two" and opener_.open(first) == b"one"  # swapped is fine
-    assert opener_.open(first) is None and opener_.open(second) is None
-    assert opener_.open(first[:-1]) is None
+    datagram = sealer.seal(b"one")
+    first, second, third = (split(each) for each in (datagram, *sealer.seal_all([b"two", b"three"])))
+    cut = split(datagram[:-1])
+    assert first is not None and second is not None and third is not None and cut is not None
+    assert first[:3] == (5, 1, bytes([1, *bytes(11)])) and first[3] + first[4] == datagram
+    assert split(b"short") is None and split(b"X" + datagram[1:]) is None
+    assert opener_.open(third) == b"three" and opener_.open(first) == b"one"  # swapped is fine
+    assert opener_.open(first) is None and opener_.open(third) is None
+    assert opener_.open(cut) is None and opener_.open(second) == b"two"
     assert Opener(keys[KEY_BYTES:]).open(first) is None
-    assert b"one" not in first
+    assert b"one" not in datagram
 
 
 @given(st.binary(max_size=200))

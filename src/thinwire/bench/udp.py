@@ -168,7 +168,7 @@ def _fuzz(count: int) -> dict[str, Any]:
     engine = Engine(open_socket(socket.AF_INET), lambda: None, probes=False)
     engine.paths[7] = ours
     true = [theirs.sealer.seal(pack_data(1, i, 8, b"head", bytes(400), 0.0)) for i in range(8)]
-    engine._take(true[0], ("", 1), 0.0)
+    engine.take(true[0], b"theirs", 0.0)
     chance, changed, began = random.Random(0), 0, time.perf_counter()
     for i in range(count):
         forged = bytearray(true[i % 8] if i % 3 else chance.randbytes(chance.randrange(1500)))
@@ -176,8 +176,8 @@ def _fuzz(count: int) -> dict[str, Any]:
             forged[chance.randrange(len(forged))] ^= 1 << chance.randrange(8)
         elif i % 3 == 2:
             forged = forged[: chance.randrange(len(forged))]
-        changed += engine._take(bytes(forged), ("", 2), 0.0)
-        changed += ours.gathering.received != 1 or len(ours.gathering.open[1].pieces) != 1 or ours.address != ("", 1)
+        changed += engine.take(bytes(forged), b"others", 0.0)
+        changed += ours.gathering.received != 1 or len(ours.gathering.open[1].pieces) != 1 or ours.origin != b"theirs"
     rejected = dict(engine.counts + ours.opener.rejected)
     engine.close()
     seconds = time.perf_counter() - began

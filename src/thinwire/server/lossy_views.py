@@ -58,8 +58,9 @@ class LossyViews(Views):
             return made
         if NON_FINITE in made.shards:  # said in full: the worker will see it
             return Answer(made.edition, True, all_bytes(self._values[layer][part]))
-        owed = self._owed.pop((worker, place), {})
-        shards = [*made.shards, *encode_exact(self._at[place][worker].values, owed, self._budget)]
+        owed, shards = self._owed.pop((worker, place), {}), list(made.shards)
+        if owed:
+            shards += encode_exact(self._at[place][worker].values, owed, self._budget)
         self._under[worker, place] = _Under(worker, place, shards)
         return Answer(made.edition, False, b"", shards)
 

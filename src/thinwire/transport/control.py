@@ -32,38 +32,46 @@ class _Short:
     times: int = 0
 
 
+@dataclass(slots=True)
+class _Queued:
+    """An envelope that waits for the reliable way, and since when."""
+
+    envelope: Envelope
+    since: float
+
+
 class Outgoing:
     """Envelopes that leave, numbered from 1."""
 
     def __init__(self, session: int, room: int) -> None:
         self._session, self._room = session, room  # bytes of records in one datagram
         self._number = self._acknowledged = 0
-        self._reliable: deque[tuple[Envelope, float]] = deque()  # and since when
-        self._held: dict[int, Envelope] = {}  # stand for messages whose datagrams have not all left yet
+        self._reliable: deque[_Queued] = deque()
+        self._held: dict[int, _Queued] = {}  # stand for messages whose datagrams have not all left yet
         self._short: deque[_Short] = deque()
 
     def put(self, kind: Kind, parts: Sequence[Buffer], reports: bytes = b"") -> int:
         """Queue an envelope; returns its number."""
         self._number += 1
         envelope = Envelope(kind, self._session, self._number, parts, reports)
-        self._reliable.append((envelope, time.monotonic()))
+        self._reliable.append(_Queued(envelope, time.monotonic()))
         self._shorten(envelope)
         return self._number
 
     def hold(self) -> int:
         """A number for a message in datagrams: reliable envelopes behind it wait for `release`."""
         self._number += 1
-        self._held[self._number] = envelope = Envelope(Kind.WORD, self._session, self._number, [])
-        self._reliable.append((envelope, time.monotonic()))
+        queued = _Queued(Envelope(Kind.WORD, self._session, self._number, []), time.monotonic())
+        self._held[self._number] = queued
+        self._reliable.append(queued)
         return self._number
 
     def release(self, number: int, word: bytes) -> None:
         """All datagrams of a message have left: its last word may go."""
         held = self._held.pop(number, None)
         if held is not None:
-            envelope = Envelope(Kind.WORD, self._session, number, [word])
-            self._reliable = deque((envelope if each is held else each, since) for each, since in self._reliable)
-            self._shorten(envelope)
+            held.envelope = Envelope(Kind.WORD, self._session, number, [word])
+            self._shorten(held.envelope)
 
     def _shorten(self, envelope: Envelope) -> None:
         if envelope.size <= EXPRESS:
@@ -74,13 +82,14 @@ class Outgoing:
         if self._acknowledged < due <= self._number + 1:
             self._acknowledged = due
             self._short = deque(each for each in self._short if each.envelope.number >= due)
-            while self._reliable and self._reliable[0][0].number < due:
+            while self._reliable and self._reliable[0].envelope.number < due:
                 self._reliable.popleft()
 
-    def drain(self, due: int, before: float) -> list[list[Buffer]]:
+    def drain(self, due: int, before: float, words: float) -> list[list[Buffer]]:
         """What goes the reliable way now, of what is there since `before`: short envelopes in batches, others alone.
 
-        `due` is the number that this side waits for.
+        `due` is the number that this side waits for. Words alone, with nothing behind them, go if they are there since
+        `words`: a message that arrives complete needs none.
         """
         found: list[list[Buffer]] = []
         records: list[bytes] = []
@@ -92,10 +101,12 @@ class Outgoing:
 
         if not self._reliable:
             return []
-        if any(envelope.size > EXPRESS for envelope, _ in self._reliable):
+        if any(each.envelope.size > EXPRESS for each in self._reliable):
             before = math.inf  # it has no other way, and what is before it must not come after it
-        while self._reliable and self._reliable[0][1] <= before and self._reliable[0][0].number not in self._held:
-            envelope, _ = self._reliable.popleft()
+        elif all(each.envelope.kind is Kind.WORD for each in self._reliable):
+            before = min(before, words)
+        while self._reliable and self._reliable[0].since <= before and not self._is_held(self._reliable[0]):
+            envelope = self._reliable.popleft().envelope
             if envelope.size <= EXPRESS:
                 records.append(envelope.as_record())
                 if sum(map(len, records)) > _BATCH_BYTES:
@@ -109,7 +120,15 @@ class Outgoing:
     @property
     def since(self) -> float:
         """When the oldest envelope was queued that has not gone the reliable way."""
-        return self._reliable[0][1] if self._reliable and self._reliable[0][0].number not in self._held else math.inf
+        return self._reliable[0].since if self._reliable and not self._is_held(self._reliable[0]) else math.inf
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any waits for either way."""
+        return bool(self._reliable) or bool(self._short)
+
+    def _is_held(self, queued: _Queued) -> bool:
+        return queued.envelope.number in self._held
 
     def express(self, now: float, again: float, *, fresh: int) -> tuple[list[list[bytes]], float]:
         """Records of datagrams to send now, and the seconds until more are due.
@@ -155,7 +174,7 @@ class Outgoing:
 
     def clear(self) -> None:
         """Let go of messages whose datagrams will not leave any more; what waits behind them may go."""
-        self._reliable = deque(each for each in self._reliable if each[0].number not in self._held)
+        self._reliable = deque(each for each in self._reliable if not self._is_held(each))
         self._held.clear()
 
 

@@ -4,6 +4,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from thinwire.transport.base import Buffer
 from thinwire.transport.envelope import Report, pack_data, pack_end
@@ -13,6 +14,8 @@ from thinwire.transport.pacing import Pacer, Seen
 _DEAF, _REST = 8, 10.0
 # Of IP and UDP, in front of every datagram.
 _HEADERS = 28
+# Bytes by which a piece may be padded to be as long as the longest next to it: datagrams of one length leave together.
+_PADDING = 32
 
 
 @dataclass
@@ -31,16 +34,19 @@ class Sending:
     def packed(self, count: int) -> Iterator[bytes]:
         """The contents of the next so many datagrams."""
         number, head, pieces = self.number, self.head, self.pieces
-        for index in range(self.next, self.next + count):
-            yield pack_data(number, index, len(pieces), head, pieces[index], time.time())
+        last, now = self.next + count - 1, time.time()
+        longest = max(map(len, pieces[self.next : last + 1]))
+        for index in range(self.next, last + 1):
+            piece = pieces[index]
+            room = longest if index < last and len(piece) + _PADDING >= longest else 0
+            yield pack_data(number, index, len(pieces), head, piece, now, room)
 
     def word(self) -> bytes:
         """What is said after its datagrams."""
         return pack_end(self.number, len(self.pieces), self.total, self.head)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of a message that was sent in pieces."""
 
     ticket: int

@@ -4,31 +4,37 @@ A socket's buffer holds a few milliseconds of traffic: whoever computes cannot a
 """
 
 import contextlib
+import errno
 import logging
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from thinwire import _native
 from thinwire.errors import TransportError
 from thinwire.transport.envelope import CONTROL, DATA, PROBE, read_control, read_data
 from thinwire.transport.mtu import LARGEST_DATAGRAM
-from thinwire.transport.path import Path
-from thinwire.transport.sealing import OVERHEAD, session_of
+from thinwire.transport.path import Address, Path
+from thinwire.transport.sealing import OVERHEAD, PREFIX, Split, split
 
 log = logging.getLogger("thinwire.transport")
 
 # Datagrams that are read before others get a turn.
 _AT_ONCE = 128
 _BUFFER = 1 << 22
-# The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes.
-_OWNERS = 0.008
+# The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes:
+# at the least, and at the most where it has found nothing to read for some times.
+_OWNERS, _OWNERS_MOST = 0.008, 0.032
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
-_STAMPED = struct.Struct("@qq")
+# Datagrams of one length that the kernel takes by one call and parts itself (UDP_SEGMENT, 64 of them at the most).
+_SEGMENT, _SEGMENT_SIZE = 103, struct.Struct("@H")
+_SEGMENTS, _SEGMENTS_BYTES = 64, 65_000
 # Seconds between signs of life: until the server has seen one, and after it.
 _PROBE, _ALIVE = 0.25, 5.0
 
@@ -50,6 +56,7 @@ class Engine(threading.Thread):
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, _STAMP, 1)
         self._socket, self._wake, self._probes = sock, wake, probes
+        self._segments = _can_segment(sock)
         self.lock = threading.RLock()
         self.paths: dict[int, Path] = {}
         self.counts: Counter[str] = Counter()
@@ -57,6 +64,7 @@ class Engine(threading.Thread):
         self._poked.setblocking(False)
         self._poker.setblocking(False)
         self._probed = self._sleeps_until = 0.0
+        self._nap, self._came = _OWNERS, 0
         self._ending = False
 
     def run(self) -> None:
@@ -69,11 +77,12 @@ class Engine(threading.Thread):
                 self._sleeps_until = time.monotonic() + pause
                 ready = waiting.poll(1000 * pause)
                 if ready and ready[0][0] == self._socket.fileno():
-                    time.sleep(min(_OWNERS, pause))
+                    time.sleep(min(self._nap, pause))
                 with contextlib.suppress(OSError):
                     self._poked.recv(4096)
                 if self.receive():
                     self._wake()
+                self._nap = _OWNERS if self._came else min(2 * self._nap, _OWNERS_MOST)
             except Exception:  # without this thread nothing moves any more
                 log.exception("the thread that sends and reads datagrams goes on after an error")
                 time.sleep(0.1)
@@ -100,11 +109,25 @@ class Engine(threading.Thread):
             return  # nobody knows where to
         there = (path.address,) if path.address is not None and not self._probes else ()
         send = self._socket.sendto if there else self._socket.send
-        for datagram in datagrams:
-            try:
-                send(datagram, *there)
-            except OSError:
+        for run in _runs(datagrams):
+            if len(run) > 1 and self._segments and self._send_together(run, there):
                 continue
+            for datagram in run:
+                with contextlib.suppress(OSError):
+                    send(datagram, *there)
+
+    def _send_together(self, run: Sequence[bytes], there: Sequence[Address]) -> bool:
+        """Send datagrams of one length, but for the last, by one call; False if the kernel does not do that here."""
+        size = _SEGMENT_SIZE.pack(len(run[0]))
+        try:
+            self._socket.sendmsg(run, [(socket.IPPROTO_UDP, _SEGMENT, size)], 0, *there)
+        except (BlockingIOError, ConnectionError):
+            pass  # no room, or a port was closed: lost
+        except OSError as error:
+            # Devices without checksums and tunnels do without; a network that is down is none of these.
+            self._segments = error.errno not in (errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP)
+            return self._segments
+        return True
 
     def pump(self, path: Path) -> tuple[float, bool]:
         """Let leave what may; returns the seconds until more may, and whether a message's last word may be said."""
@@ -158,53 +181,70 @@ class Engine(threading.Thread):
     def receive(self) -> bool:
         """Read what has come; True if the owner has something to do."""
         news = False
-        recvmsg = self._socket.recvmsg
         with self.lock:
-            for _ in range(_AT_ONCE):
-                try:
-                    datagram, stamps, _, address = recvmsg(LARGEST_DATAGRAM, 64)
-                except BlockingIOError:
-                    break
-                except OSError:  # somebody answered that a port is closed
-                    continue
-                news |= self._take(datagram, address, _stamp(stamps))
+            found, truncated, foreign = _native.receive_datagrams(
+                self._socket.fileno(), _AT_ONCE, LARGEST_DATAGRAM, PREFIX, OVERHEAD
+            )
+            self._came = len(found)
+            for datagram, origin, stamp in found:
+                news |= self._take(datagram, origin, stamp)
+            if truncated or foreign:
+                self.counts.update(truncated=truncated, foreign=foreign)
         return news
 
-    def _take(self, datagram: bytes, address: tuple[str, int], stamp: float) -> bool:
-        session = session_of(datagram)
-        path = self.paths.get(session) if session is not None else None
-        if path is None:
+    def take(self, datagram: bytes, origin: bytes, stamp: float) -> bool:
+        """As if it had been read from the socket: for tests and benchmarks."""
+        parts = split(datagram)
+        if parts is None:
             self.counts["truncated" if len(datagram) < OVERHEAD else "foreign"] += 1
+        return parts is not None and self._take(parts, origin, stamp)
+
+    def _take(self, datagram: Split, origin: bytes, stamp: float) -> bool:
+        path = self.paths.get(datagram[0])
+        if path is None:
+            self.counts["foreign"] += 1
             return False
         plain = path.opener.open(datagram)
         if plain is None:
             return False
         opened = False
-        if path.address != address and not self._probes:
-            opened, path.address = path.address is None, address
+        if path.origin != origin and not self._probes:
+            opened, path.origin, path.address = path.address is None, origin, _native.address_of(origin)
             if opened:
                 path.open_to_peer()
         try:
-            return self._believe(path, plain, stamp) or opened
+            kind = plain[0]
+            if kind == DATA:
+                return path.take_piece(*read_data(plain), stamp) or opened
+            if kind == CONTROL:
+                return path.take_control(*read_control(path.session, plain)) or opened
+            if kind != PROBE:
+                raise TransportError("a datagram of a kind that there is not")
         except (TransportError, struct.error, IndexError):
             self.counts["broken"] += 1
-            return opened
+        return opened
 
-    def _believe(self, path: Path, plain: bytes, stamp: float) -> bool:
-        kind = plain[0]
-        if kind == DATA:
-            return path.take_piece(*read_data(plain), stamp)
-        if kind == CONTROL:
-            return path.take_control(*read_control(path.session, plain))
-        if kind != PROBE:
-            raise TransportError("a datagram of a kind that there is not")
+
+def _can_segment(sock: socket.socket) -> bool:
+    """Whether the kernel parts a long buffer into datagrams. One that does not would send it as it is."""
+    if sys.platform != "linux":
         return False
+    try:
+        sock.setsockopt(socket.IPPROTO_UDP, _SEGMENT, 0)
+    except OSError:
+        return False
+    return True
 
 
-def _stamp(stamps: list[tuple[int, int, bytes]]) -> float:
-    """When a datagram came, by the clock of the day."""
-    for level, kind, data in stamps:
-        if level == socket.SOL_SOCKET and kind == _STAMP and len(data) == _STAMPED.size:
-            seconds, nanoseconds = _STAMPED.unpack(data)
-            return float(seconds + 1e-9 * nanoseconds)
-    return time.time()
+def _runs(datagrams: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Datagrams in their order, those of one length together; the last of a run may be shorter."""
+    run: list[bytes] = []
+    for datagram in datagrams:
+        size = len(run[0]) if run else 0
+        full = len(run) == _SEGMENTS or (len(run) + 1) * size > _SEGMENTS_BYTES
+        if run and (full or len(run[-1]) != size or len(datagram) > size):
+            yield run
+            run = []
+        run.append(datagram)
+    if run:
+        yield run

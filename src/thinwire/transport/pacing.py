@@ -6,7 +6,7 @@ standing queue is the link's own: going slower would not help, and is not done. 
 """
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from thinwire.transport.trial import Trial
 
@@ -45,8 +45,7 @@ _SAVED = 0.05
 _SMOOTH = 1 / 256
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """What a report says of one message: datagrams and bytes sent, datagrams lost; seconds."""
 
     sent: int

@@ -32,6 +32,14 @@ _COPIES = (0.002, 0.02, 0.1)
 _TRIPS, _GRAIN = 2.0, 0.006
 # Seconds after which it goes the reliable way too.
 _PATIENCE = 0.1
+# Seconds for which a clean path's last words wait: the report that makes them needless is mostly sooner.
+_WORDS = 0.03
+# A reader sleeps until the rest of a message should be there, but not for longer. What has not come for so long does
+# not come any more; and the time between two datagrams as long as only one is there.
+_NAP, _SILENCE, _APART = 0.002, 0.003, 1e-4
+
+
+Address = tuple[str, int] | tuple[str, int, int, int]  # as Python's sockets take it
 
 
 class Path:
@@ -47,7 +55,8 @@ class Path:
         self.pacer, self.counts, self.queue = self.dispatch.pacer, self.dispatch.counts, self.dispatch.queue
         self.gathering = Gathering()
         self._shares = shares  # server: among all that send to it
-        self.address: tuple[str, int] | None = None  # where datagrams go; None: nowhere yet
+        self.address: Address | None = None  # where datagrams go; None: nowhere yet
+        self.origin = b""  # server: the same as the kernel writes it, where the newest came from
         self._out, self._in = Outgoing(session, mtu - OVERHEAD - CONTROL_BYTES), Incoming()
         self.express_at = 0.0  # when short envelopes must be looked after
         self._level = 0  # copies of a short envelope, by the loss that was seen
@@ -63,6 +72,16 @@ class Path:
         """Tell the other side that its datagrams arrive."""
         self._opened = True
 
+    @property
+    def has_words(self) -> bool:
+        """Whether anything but datagrams of messages may have to leave."""
+        return bool(self._reports) or self._opened or self._repeated or self._out.waiting
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything came that `ready` has not handed over."""
+        return bool(self.gathering.open) or self._in.waiting
+
     def put(self, kind: Kind, parts: Sequence[Buffer]) -> None:
         """Queue a message for the reliable way."""
         reports, self._reports = b"".join(self._reports), []
@@ -73,8 +92,9 @@ class Path:
         if self._reports:
             self.put(Kind.REPORT, [])
         now = time.monotonic()
-        patience = 0.0 if all_of_it or not self._copies(now) else _PATIENCE
-        found = self._out.drain(self._in.due, now - patience)
+        clean = not self._copies(now)
+        patience = 0.0 if all_of_it or clean else _PATIENCE
+        found = self._out.drain(self._in.due, now - patience, now - (_WORDS if clean and not all_of_it else patience))
         if self._opened:
             self._opened = False
             found.insert(0, Envelope(Kind.OPEN, self.session, 0, []).as_parts())
@@ -112,10 +132,9 @@ class Path:
             sending, count, delay = self.dispatch.next(time.monotonic())
             if not count:
                 return delay
-            plain = list(sending.packed(count))
-            send(map(self.sealer.seal, plain))
-            size = sum(map(len, plain))
-            if self.dispatch.left(sending, count, size, time.monotonic()):
+            datagrams = self.sealer.seal_all(sending.packed(count))
+            send(datagrams)
+            if self.dispatch.left(sending, count, sum(map(len, datagrams)), time.monotonic()):
                 self._out.release(sending.number, sending.word())
         return 3600.0
 
@@ -202,7 +221,19 @@ class Path:
         """When a message that holds up the others is given up on, or an envelope must go the reliable way."""
         message = self.gathering.open.get(self._in.due)
         gives_up = math.inf if message is None or message.ended is None else self._gives_up(message)
-        return min(gives_up, self._out.since + _PATIENCE)
+        return min(gives_up, self._out.since + (_PATIENCE if self._level else _WORDS))
+
+    def arriving(self, now: float) -> float:
+        """Seconds until the rest of the message in turn should be there; 0 if nothing of it comes now.
+
+        Coming for each datagram costs more than to read all of them at once.
+        """
+        message = self.gathering.open.get(self._in.due)
+        if message is None or not message.pieces or message.whole or now - message.last > _SILENCE:
+            return 0.0
+        there = len(message.pieces)
+        apart = (message.stamps[1] - message.stamps[0]) / (there - 1) if there > 1 else _APART
+        return min(max(apart * (message.count - there), _APART), _NAP)
 
     def clear(self) -> None:
         """Forget what is under way to a peer that is gone."""

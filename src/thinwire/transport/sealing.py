@@ -7,18 +7,23 @@ counters finds what is sent again. See docs/udp.md.
 import secrets
 import struct
 from collections import Counter
+from collections.abc import Iterable
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-# magic, version, session, counter; all of it is authenticated
-_CLEAR = struct.Struct("<3sBIQ")
-_MAGIC, _VERSION = b"TWU", 1
+from thinwire import _native
+
+# magic and version, session, counter; all of it is authenticated
+_CLEAR = struct.Struct("<4sIQ")
+PREFIX = b"TWU\x01"
 _TAG_BYTES = 16
 KEY_BYTES = 32
 OVERHEAD = _CLEAR.size + _TAG_BYTES
 # Counters behind the newest that may still come: reordering on a path is far below it.
 WINDOW = 1 << 14
+
+Split = tuple[int, int, bytes, bytes, bytes]  # session, counter, nonce, what is in the clear, what is sealed
 
 
 def new_keys() -> bytes:
@@ -26,12 +31,9 @@ def new_keys() -> bytes:
     return secrets.token_bytes(2 * KEY_BYTES)
 
 
-def session_of(datagram: bytes) -> int | None:
-    """Which session a datagram claims to be of; None if it is none of thinwire's."""
-    if len(datagram) < OVERHEAD:
-        return None
-    magic, version, session, _ = _CLEAR.unpack_from(datagram)
-    return int(session) if (magic, version) == (_MAGIC, _VERSION) else None
+def split(datagram: bytes) -> Split | None:
+    """A datagram's parts, none of them believed yet; None if it is none of thinwire's."""
+    return _native.split_datagram(datagram, PREFIX, OVERHEAD)
 
 
 class Sealer:
@@ -42,9 +44,18 @@ class Sealer:
 
     def seal(self, plain: bytes) -> bytes:
         """A datagram; no two have the same counter."""
-        self._counter += 1
-        clear = _CLEAR.pack(_MAGIC, _VERSION, self._session, self._counter)
-        return clear + self._cipher.encrypt(self._counter.to_bytes(12, "little"), plain, clear)
+        return self.seal_all([plain])[0]
+
+    def seal_all(self, plains: Iterable[bytes]) -> list[bytes]:
+        """A datagram for each."""
+        session, encrypt, pack = self._session, self._cipher.encrypt, _CLEAR.pack
+        found, counter = [], self._counter
+        for plain in plains:
+            counter += 1
+            clear = pack(PREFIX, session, counter)
+            found.append(clear + encrypt(counter.to_bytes(12, "little"), plain, clear))
+        self._counter = counter
+        return found
 
 
 class Opener:
@@ -55,22 +66,22 @@ class Opener:
         self._newest, self._seen = 0, bytearray(WINDOW)  # of the newest counters, each at its remainder: has it come?
         self.rejected: Counter[str] = Counter()
 
-    def open(self, datagram: bytes) -> bytes | None:
+    def open(self, datagram: Split) -> bytes | None:
         """What was sealed; None, and nothing changes, for a datagram that is forged or has come before."""
-        clear = datagram[: _CLEAR.size]
-        counter = _CLEAR.unpack(clear)[3]
+        _, counter, nonce, clear, sealed = datagram
         age = self._newest - counter
         if age >= 0 and (age >= WINDOW or self._seen[counter % WINDOW]):
             self.rejected["replayed"] += 1
             return None
         try:
-            plain = self._cipher.decrypt(counter.to_bytes(12, "little"), datagram[_CLEAR.size :], clear)
+            plain = self._cipher.decrypt(nonce, sealed, clear)
         except InvalidTag:
             self.rejected["forged"] += 1
             return None
         if age < 0:
-            for skipped in range(max(self._newest + 1, counter - WINDOW + 1), counter):
-                self._seen[skipped % WINDOW] = 0
+            if age < -1:
+                for skipped in range(max(self._newest + 1, counter - WINDOW + 1), counter):
+                    self._seen[skipped % WINDOW] = 0
             self._newest = counter
         self._seen[counter % WINDOW] = 1
         return plain

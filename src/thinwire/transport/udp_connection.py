@@ -52,8 +52,8 @@ class UdpConnection(Connection):
     def poll(self, timeout: float) -> list[Parts]:
         self._ask()
         self._flush()
-        found = self._ready()
-        pause = 0.0 if found else timeout
+        found: list[Parts] = []
+        pause = timeout
         if self._path is None:
             pause = min(pause, _JOIN_EVERY)
         elif self._engine is not None:
@@ -62,7 +62,11 @@ class UdpConnection(Connection):
             pause = min(pause, max(0.0, deadline - time.monotonic()))
         for parts in self._tcp.poll(pause):
             found += self._arrived(parts)
-        return found + self._ready()
+        found += self._ready()
+        if not found and timeout and self._path is not None and (nap := self._path.arriving(time.monotonic())):
+            time.sleep(nap)
+            found = self._ready()
+        return found
 
     def _arrived(self, parts: Parts) -> list[Parts]:
         envelope = read_envelope(parts)
@@ -123,12 +127,13 @@ class UdpConnection(Connection):
     def _flush(self, *, all_of_it: bool = False) -> None:
         if self._engine is None or self._path is None:
             return
-        with self._engine.lock:
-            messages = self._path.drain(all_of_it=all_of_it)
-            self._engine.express(self._path)
-        for parts in messages:
-            self._tcp.send(parts)
-        self._engine.poke_before(self._path.express_at)
+        if self._path.has_words:
+            with self._engine.lock:
+                messages = self._path.drain(all_of_it=all_of_it)
+                self._engine.express(self._path)
+            for parts in messages:
+                self._tcp.send(parts)
+            self._engine.poke_before(self._path.express_at)
         now = time.monotonic()
         if now - self._told > TOLD_EVERY and self._path.counts["sent"]:
             self._told = now

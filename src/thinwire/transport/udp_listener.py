@@ -65,16 +65,27 @@ class UdpListener(Listener):
 
     def poll(self, timeout: float) -> list[tuple[Peer, Parts]]:
         self._flush()
-        found = self._ready()
+        found: list[tuple[Peer, Parts]] = []
         with self._engine.lock:
-            deadline = min((path.deadline() for path in self._paths.values()), default=math.inf)
-        pause = 0.0 if found else min(timeout, max(0.0, deadline - time.monotonic()))
+            busy = (path for path in self._paths.values() if path.has_news or path.has_words)
+            deadline = min((path.deadline() for path in busy), default=math.inf)
+        pause = min(timeout, max(0.0, deadline - time.monotonic()))
         for peer, parts in self._tcp.poll(pause):
             try:
                 found += self._arrived(peer, parts)
             except TransportError as error:
                 log.warning("a worker's message is discarded: %s", error)
-        return found + self._ready()
+        found += self._ready()
+        if not found and timeout and (nap := self._nap()):
+            time.sleep(nap)
+            found = self._ready()
+        return found
+
+    def _nap(self) -> float:
+        """Seconds until the first message that comes in should be complete."""
+        now = time.monotonic()
+        with self._engine.lock:
+            return min(filter(None, (path.arriving(now) for path in self._paths.values())), default=0.0)
 
     def _arrived(self, peer: Peer, parts: Parts) -> list[tuple[Peer, Parts]]:
         envelope = read_envelope(parts)
@@ -123,6 +134,8 @@ class UdpListener(Listener):
         with self._engine.lock:
             now = time.monotonic()
             for peer, path in self._paths.items():
+                if not path.has_news:
+                    continue
                 messages, outcomes = path.ready(now)
                 found += [(peer, parts) for parts in messages]
                 reports += [(peer, outcome) for outcome in outcomes]
@@ -133,6 +146,8 @@ class UdpListener(Listener):
     def _flush(self, *, all_of_it: bool = False) -> None:
         """Send what was queued since the last time, as few messages."""
         for peer, path in list(self._paths.items()):
+            if not path.has_words:
+                continue
             with self._engine.lock:
                 messages = path.drain(all_of_it=all_of_it)
                 self._engine.express(path)
