@@ -1,6 +1,6 @@
-// The part of the Python module that reads datagrams from a socket: all that wait there, by one call.
+// The part of the Python module that reads datagrams from a socket and writes their contents, many by one call.
 //
-// A reader in Python spends more on each call, its buffer, its time of arrival and its header than on the contents.
+// In Python a datagram's buffers, headers and time of arrival take longer than its contents.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>

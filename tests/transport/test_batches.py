@@ -1,0 +1,148 @@
+"""Datagrams that leave and are read many at a time: they are the same ones, whatever the kernel can do."""
+
+import errno
+import socket
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire import _native
+from thinwire.transport.control import Outgoing
+from thinwire.transport.dispatch import Sending
+from thinwire.transport.engine import Engine, _runs, open_socket
+from thinwire.transport.envelope import Kind, read_data, read_envelope, read_records
+from thinwire.transport.path import Path
+from thinwire.transport.sealing import OVERHEAD, PREFIX, Split, new_keys, split
+
+FIVE = [bytes([i]) * 1000 for i in range(4)] + [b"e" * 300]
+
+
+def paths() -> tuple[Path, Path]:
+    """A worker's side of a session and the server's."""
+    keys = new_keys()
+    worker, server = (Path(7, keys, server=server, mtu=1400) for server in (False, True))
+    worker.address = ("127.0.0.1", 0)
+    return worker, server
+
+
+@given(st.lists(st.sampled_from([40, 1000, 1001, 1400, 9216]), max_size=200))
+def test_runs_keep_all_datagrams_in_their_order(sizes: list[int]) -> None:
+    datagrams = [bytes([i % 256]) * size for i, size in enumerate(sizes)]
+    runs = list(_runs(datagrams))
+    assert [each for run in runs for each in run] == datagrams
+    for run in runs:
+        assert len({len(each) for each in run[:-1]}) <= 1 and len(run[-1]) <= len(run[0])
+        assert len(run) <= 64 and sum(map(len, run)) <= 65_000
+
+
+@given(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=20))
+def test_padding_is_taken_off_again(pieces: list[bytes]) -> None:
+    found = [read_data(plain) for plain in Sending(3, b"head", pieces, 0).packed(len(pieces))]
+    assert [(message, index, piece) for message, index, _, _, piece, _ in found] == [
+        (3, index, piece) for index, piece in enumerate(pieces)
+    ]
+    assert {(count, head) for _, _, count, head, _, _ in found} == {(len(pieces), b"head")}
+
+
+def test_pieces_of_about_one_length_become_datagrams_of_one_length() -> None:
+    lengths = [
+        len(plain) for plain in Sending(3, b"", [b"a" * 1300, b"b" * 1299, b"c" * 1270, b"d" * 900], 0).packed(4)
+    ]
+    assert lengths[0] == lengths[1] == lengths[2] == lengths[3] + 400
+
+
+class Refuses(socket.socket):
+    """A kernel, or a device, that cannot part buffers."""
+
+    def sendmsg(self, *arguments: Any) -> int:
+        raise OSError(errno.EIO, "no checksums here")
+
+
+@pytest.mark.parametrize("kind", [socket.socket, Refuses])
+def test_datagrams_arrive_one_by_one(kind: type[socket.socket]) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sink:
+        sink.bind(("127.0.0.1", 0))
+        sink.settimeout(10)
+        sock = kind(socket.AF_INET, socket.SOCK_DGRAM)
+        sock.connect(sink.getsockname())
+        engine, (worker, _) = Engine(sock, lambda: None, probes=True), paths()
+        try:
+            for _ in range(2):
+                engine.transmit(worker, FIVE)
+                assert [sink.recv(9999) for _ in FIVE] == FIVE
+        finally:
+            engine.close()
+
+
+def test_a_batch_is_read_with_who_sent_it_and_when() -> None:
+    worker, _ = paths()
+    with open_socket(socket.AF_INET) as sink, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sink.bind(("127.0.0.1", 0))
+        sock.connect(sink.getsockname())
+        sealed = worker.sealer.seal_all([b"one", b"two"])
+        for datagram in (*sealed, b"short", b"x" * 100):
+            sock.send(datagram)
+        began, until = time.time(), time.monotonic() + 10
+        found: list[tuple[Split, bytes, float]] = []
+        truncated = foreign = 0
+        while len(found) + truncated + foreign < 4 and time.monotonic() < until:
+            more, short, strange = _native.receive_datagrams(sink.fileno(), 3, 2000, PREFIX, OVERHEAD)
+            found, truncated, foreign = found + more, truncated + short, foreign + strange
+        assert [parts for parts, _, _ in found] == [split(each) for each in sealed]
+        assert (truncated, foreign) == (1, 1)
+        assert all(_native.address_of(origin) == sock.getsockname() for _, origin, _ in found)
+        assert all(abs(stamp - began) < 60 for _, _, stamp in found)
+
+
+def test_addresses_of_both_families() -> None:
+    assert _native.address_of(b"") is None and _native.address_of(b"\xff" * 200) is None
+    with (
+        socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as sink,
+        socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as s,
+    ):
+        try:
+            sink.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+        s.sendto(PREFIX + bytes(OVERHEAD), sink.getsockname())
+        sink.settimeout(10)
+        sink.recv(1, socket.MSG_PEEK)
+        ((_, origin, _),), _, _ = _native.receive_datagrams(sink.fileno(), 9, 2000, PREFIX, OVERHEAD)
+        assert _native.address_of(origin) == ("::1", s.getsockname()[1], 0, 0)
+
+
+def said(messages: list[list[Any]]) -> list[Kind]:
+    batches = [read_envelope(parts) for parts in messages]
+    return [each.kind for batch in batches if batch is not None for each in read_records(1, batch.parts[0])]
+
+
+def test_a_lone_word_waits_and_is_forgotten_when_its_message_has_arrived() -> None:
+    out, now = Outgoing(1, 1000), time.monotonic() + 1
+    number = out.hold()
+    out.release(number, b"w" * 20)
+    assert out.drain(1, now, now - 10) == [] and out.waiting
+    out.acknowledge(number + 1)
+    assert out.drain(1, now, now) == []
+    out.release(out.hold(), b"w" * 20)
+    assert said(out.drain(1, now, now)) == [Kind.WORD]  # for long enough
+    out.release(out.hold(), b"w" * 20)
+    out.put(Kind.PLAIN, [b"pull"])
+    assert said(out.drain(1, now, now - 10)) == [Kind.WORD, Kind.PLAIN]  # what is behind it must not overtake it
+
+
+def test_a_reader_sleeps_while_the_rest_of_a_message_comes() -> None:
+    _, server = paths()
+    now = time.monotonic()
+    assert server.arriving(now) == 0.0
+    for index, stamp in ((0, 10.0), (1, 10.0004)):
+        server.take_piece(1, index, 4, b"head", b"piece", 9.0, stamp)
+    now = time.monotonic()
+    assert server.arriving(now) == pytest.approx(0.0008)
+    assert server.arriving(now + 1.0) == 0.0  # nothing has come for long
+    server.take_piece(1, 2, 4, b"head", b"piece", 9.0, 12.0)
+    assert 0.0 < server.arriving(time.monotonic()) <= 0.002
+    assert server.take_piece(1, 3, 4, b"head", b"piece", 9.0, 12.0)
+    assert server.arriving(time.monotonic()) == 0.0
