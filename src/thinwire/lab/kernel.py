@@ -26,6 +26,11 @@ _PR_SET_DUMPABLE = 4
 _SIOCETHTOOL = 0x8946
 # TCP segmentation, generic segmentation, generic receive, large receive as one flag word each.
 _ETHTOOL_OFFLOADS = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}
+# Features that have no word of their own are known by name: how many there are, their names, and to set them.
+_ETHTOOL_COUNT, _ETHTOOL_NAMES, _ETHTOOL_SET = 0x37, 0x1B, 0x3B
+_FEATURES, _NAME_BYTES = 4, 32
+# Datagrams that their sender handed over together (UDP_SEGMENT) would cross the wire, and be lost, together.
+_NAMED_OFFLOADS = ("tx-udp-segmentation",)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -76,6 +81,22 @@ def offloads_off(device: str) -> None:
     """Turn segmentation offloads of a device off, so that its packets are the packets of the wire."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for command in _ETHTOOL_OFFLOADS.values():
-            value = ctypes.create_string_buffer(struct.pack("II", command, 0))
-            request = struct.pack("16sP", device.encode(), ctypes.addressof(value))
-            fcntl.ioctl(control, _SIOCETHTOOL, request + bytes(40 - len(request)))
+            _ethtool(control, device, struct.pack("II", command, 0))
+        answer = _ethtool(control, device, struct.pack("IIQI", _ETHTOOL_COUNT, 0, 1 << _FEATURES, 0))
+        (count,) = struct.unpack_from("I", answer, 16)
+        asked = struct.pack("III", _ETHTOOL_NAMES, _FEATURES, count) + bytes(count * _NAME_BYTES)
+        rows = _ethtool(control, device, asked)[12:]
+        names = [rows[at : at + _NAME_BYTES].split(b"\0")[0].decode() for at in range(0, len(rows), _NAME_BYTES)]
+        words = [0] * ((count + 31) // 32)
+        for number in (names.index(name) for name in _NAMED_OFFLOADS if name in names):
+            words[number // 32] |= 1 << number % 32
+        blocks = b"".join(struct.pack("II", word, 0) for word in words)  # which of them to change, and to what
+        _ethtool(control, device, struct.pack("II", _ETHTOOL_SET, len(words)) + blocks)
+
+
+def _ethtool(control: socket.socket, device: str, value: bytes) -> bytes:
+    """Ask or tell a device's driver something; returns the same bytes with the answer in them."""
+    buffer = ctypes.create_string_buffer(value, len(value))
+    request = struct.pack("16sP", device.encode(), ctypes.addressof(buffer))
+    fcntl.ioctl(control, _SIOCETHTOOL, request + bytes(40 - len(request)))
+    return buffer.raw

@@ -38,6 +38,7 @@ class _Queued:
 
     envelope: Envelope
     since: float
+    short: bool = True
 
 
 class Outgoing:
@@ -54,8 +55,10 @@ class Outgoing:
         """Queue an envelope; returns its number."""
         self._number += 1
         envelope = Envelope(kind, self._session, self._number, parts, reports)
-        self._reliable.append(_Queued(envelope, time.monotonic()))
-        self._shorten(envelope)
+        short = envelope.size <= EXPRESS
+        self._reliable.append(_Queued(envelope, time.monotonic(), short))
+        if short:
+            self._short.append(_Short(envelope))
         return self._number
 
     def hold(self) -> int:
@@ -71,11 +74,7 @@ class Outgoing:
         held = self._held.pop(number, None)
         if held is not None:
             held.envelope = Envelope(Kind.WORD, self._session, number, [word])
-            self._shorten(held.envelope)
-
-    def _shorten(self, envelope: Envelope) -> None:
-        if envelope.size <= EXPRESS:
-            self._short.append(_Short(envelope))
+            self._short.append(_Short(held.envelope))
 
     def acknowledge(self, due: int) -> None:
         """The other side waits for this number: it has all before it."""
@@ -101,13 +100,14 @@ class Outgoing:
 
         if not self._reliable:
             return []
-        if any(each.envelope.size > EXPRESS for each in self._reliable):
+        if not all(each.short for each in self._reliable):
             before = math.inf  # it has no other way, and what is before it must not come after it
         elif all(each.envelope.kind is Kind.WORD for each in self._reliable):
             before = min(before, words)
         while self._reliable and self._reliable[0].since <= before and not self._is_held(self._reliable[0]):
-            envelope = self._reliable.popleft().envelope
-            if envelope.size <= EXPRESS:
+            queued = self._reliable.popleft()
+            envelope = queued.envelope
+            if queued.short:
                 records.append(envelope.as_record())
                 if sum(map(len, records)) > _BATCH_BYTES:
                     close()

@@ -28,7 +28,8 @@ log = logging.getLogger("thinwire.transport")
 _AT_ONCE = 128
 _BUFFER = 1 << 22
 # The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes:
-# at the least, and at the most where it has found nothing to read for some times.
+# at the least, and at the most where it has found nothing to read for some times. Where packets are lost it is the
+# least: a message's deadline begins when its last word is read.
 _OWNERS, _OWNERS_MOST = 0.008, 0.032
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
@@ -68,24 +69,29 @@ class Engine(threading.Thread):
         self._ending = False
 
     def run(self) -> None:
-        waiting = select.poll()
+        waiting, poked = select.poll(), select.poll()
         waiting.register(self._socket, select.POLLIN)
-        waiting.register(self._poked, select.POLLIN)
+        for each in (waiting, poked):
+            each.register(self._poked, select.POLLIN)
         while not self._ending:
             try:
                 pause = min(self.pump_all(), 0.25)
                 self._sleeps_until = time.monotonic() + pause
                 ready = waiting.poll(1000 * pause)
                 if ready and ready[0][0] == self._socket.fileno():
-                    time.sleep(min(self._nap, pause))
+                    poked.poll(1000 * min(self._nap, pause))
                 with contextlib.suppress(OSError):
                     self._poked.recv(4096)
                 if self.receive():
                     self._wake()
-                self._nap = _OWNERS if self._came else min(2 * self._nap, _OWNERS_MOST)
+                self._nap = _OWNERS if self._came or self._loses() else min(2 * self._nap, _OWNERS_MOST)
             except Exception:  # without this thread nothing moves any more
                 log.exception("the thread that sends and reads datagrams goes on after an error")
                 time.sleep(0.1)
+
+    def _loses(self) -> bool:
+        with self.lock:
+            return any(path.loses for path in self.paths.values())
 
     def fileno(self) -> int:
         """Of the socket, to wait for datagrams."""

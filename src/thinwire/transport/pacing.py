@@ -5,9 +5,9 @@ the rate at which datagrams were seen to arrive, and not above the share that th
 standing queue is the link's own: going slower would not help, and is not done. The rule is in docs/udp.md.
 """
 
-from collections import deque
 from typing import NamedTuple
 
+from thinwire.transport.largest import Largest
 from thinwire.transport.trial import Trial
 
 # Datagrams that may leave at once, as TCP's first window.
@@ -57,28 +57,6 @@ class Seen(NamedTuple):
     trip: float
     tried: bool  # whether the pacer was what it waited for
     grant: int = 0  # what the receiver has for this sender, bytes a second; 0: as much as there is
-
-
-class Largest:
-    """The largest of the last so many numbers, none of them negative; 0 if there is none yet."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._number = count, 0
-        self._falling: deque[tuple[int, float]] = deque()  # those that no later one exceeds, and their numbers
-
-    def add(self, value: float) -> None:
-        """One more."""
-        falling = self._falling
-        while falling and falling[-1][1] <= value:
-            falling.pop()
-        self._number += 1
-        falling.append((self._number, value))
-        if falling[0][0] <= self._number - self._count:
-            falling.popleft()
-
-    @property
-    def largest(self) -> float:
-        return self._falling[0][1] if self._falling else 0.0
 
 
 class Bucket:

@@ -34,9 +34,9 @@ _TRIPS, _GRAIN = 2.0, 0.006
 _PATIENCE = 0.1
 # Seconds for which a clean path's last words wait: the report that makes them needless is mostly sooner.
 _WORDS = 0.03
-# A reader sleeps until the rest of a message should be there, but not for longer. What has not come for so long does
-# not come any more; and the time between two datagrams as long as only one is there.
-_NAP, _SILENCE, _APART = 0.002, 0.003, 1e-4
+# A reader sleeps until the rest of a message should be there, but not for longer; not at all after so long without a
+# datagram, or after four times what was between two, for which the first stands as long as there is only one.
+_NAP, _SILENCE, _APART = 0.002, 5e-4, 1e-4
 
 
 Address = tuple[str, int] | tuple[str, int, int, int]  # as Python's sockets take it
@@ -71,6 +71,11 @@ class Path:
     def open_to_peer(self) -> None:
         """Tell the other side that its datagrams arrive."""
         self._opened = True
+
+    @property
+    def loses(self) -> bool:
+        """Whether packets were seen to be lost of late."""
+        return self._level > 0
 
     @property
     def has_words(self) -> bool:
@@ -204,7 +209,7 @@ class Path:
     def close(self, message: Message, now: float) -> list[Buffer]:
         """A message as far as it has come; the sender will be told."""
         self.gathering.close(message.number)
-        lost = frozenset(range(message.count)) - message.pieces.keys()
+        lost = frozenset() if message.whole else frozenset(range(message.count)) - message.pieces.keys()
         hold = now - message.last if message.pieces else 0.0
         span, grant = message.stamps[1] - message.stamps[0], 0
         if self._shares is not None and message.pieces:
@@ -229,10 +234,12 @@ class Path:
         Coming for each datagram costs more than to read all of them at once.
         """
         message = self.gathering.open.get(self._in.due)
-        if message is None or not message.pieces or message.whole or now - message.last > _SILENCE:
+        if message is None or not message.pieces or message.whole or message.ended is not None:
             return 0.0
         there = len(message.pieces)
         apart = (message.stamps[1] - message.stamps[0]) / (there - 1) if there > 1 else _APART
+        if now - message.last > max(_SILENCE, 4 * apart):
+            return 0.0
         return min(max(apart * (message.count - there), _APART), _NAP)
 
     def clear(self) -> None:

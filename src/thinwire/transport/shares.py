@@ -4,7 +4,7 @@ Senders cannot know of one another, and by the time that each has found out by l
 is long full. The receiver sees what its link carries and who uses it, and says so with every report.
 """
 
-from collections import deque
+from thinwire.transport.largest import Largest
 
 # Seconds over which arrivals are counted, and how many such spans are remembered.
 _SPAN, _SPANS = 0.020, 500
@@ -22,7 +22,7 @@ class Shares:
 
     def __init__(self) -> None:
         self._span, self._bytes = 0, 0
-        self._rates: deque[float] = deque(maxlen=_SPANS)
+        self._rates = Largest(_SPANS)
         self._heard: dict[int, float] = {}
         self._queue = self._loss = 0.0
 
@@ -31,7 +31,7 @@ class Shares:
         span = int(stamp / _SPAN)
         if span != self._span:
             if self._bytes:
-                self._rates.append(self._bytes / _SPAN)
+                self._rates.add(self._bytes / _SPAN)
             self._span, self._bytes = span, 0
         self._bytes += size
         self._heard[session] = stamp
@@ -44,7 +44,7 @@ class Shares:
     def grant(self, stamp: float) -> int:
         """Bytes a second for each sender; 0 where there is only one, or nothing is known yet."""
         self._heard = {session: when for session, when in self._heard.items() if when > stamp - _ACTIVE}
-        if len(self._heard) < 2 or not self._rates:
+        if len(self._heard) < 2 or not self._rates.largest:
             return 0
         full = self._queue > _QUEUE or self._loss > _LOSS
-        return int(max(self._rates) * (_LESS if full else _MORE) / len(self._heard))
+        return int(self._rates.largest * (_LESS if full else _MORE) / len(self._heard))
