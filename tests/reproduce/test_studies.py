@@ -182,14 +182,12 @@ def test_a_step_as_in_the_paper_is_plain_descent(method: str) -> None:
     parameters = dict(model.named_parameters())
     begun = torch.nn.utils.parameters_to_vector(parameters.values()).detach().clone()
     codecs = {rank: codec_for("percentile90") for rank in (1, 2)}
+    generators = {rank: torch.Generator().manual_seed(rank) for rank in (1, 2)}
     for _ in range(4):
         total = [torch.zeros_like(p) for p in parameters.values()]
         for rank in (1, 2):
-            generator = torch.Generator().manual_seed(rank)
-            images, labels = (
-                torch.randn(2, 3, 32, 32, generator=generator),
-                torch.randint(0, 10, (2,), generator=generator),
-            )
+            images = torch.randn(2, 3, 32, 32, generator=generators[rank])
+            labels = torch.randint(0, 10, (2,), generator=generators[rank])
             loss = torch.nn.functional.cross_entropy(model(images), labels)
             grads = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
             if method == "dense":
@@ -203,6 +201,8 @@ def test_a_step_as_in_the_paper_is_plain_descent(method: str) -> None:
                 p.sub_(out, alpha=paper_process.RATE)
     moved = torch.nn.utils.parameters_to_vector(parameters.values()).detach() - begun
     assert found["moved"] == pytest.approx(float(moved.norm()), rel=1e-3)
+    share = found["sent"] / begun.numel()
+    assert share == 4 if method == "dense" else 0.4 < share < 1.2  # a tenth, more or less, in 8 bytes each
 
 
 def test_phases_of_a_served_step() -> None:

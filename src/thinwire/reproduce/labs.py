@@ -96,7 +96,7 @@ def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, fl
 def broadcast_phases(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a step and its phases when the master broadcasts the model by a collective, by method.
 
-    `moved` is how far the steps took the model.
+    `moved` is how far the steps took the model, `sent` the bytes of a gradient.
     """
     seen: dict[str, list[dict[str, float]]] = {}
 
@@ -117,7 +117,11 @@ def broadcast_phases(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[st
             for name, (begin, end) in moments.items()
         }
 
-    return {method: medians(told) | {"moved": told[-1]["moved"]} for method, told in seen.items()}
+    return {
+        method: medians(told)
+        | {"moved": told[-1]["moved"], "sent": statistics.median(step["sent"] for step in told[2:])}
+        for method, told in seen.items()
+    }
 
 
 def _durations(log: RunLog) -> list[float]:

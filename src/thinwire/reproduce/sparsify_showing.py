@@ -209,9 +209,9 @@ def differences(workshop: Workshop, samples: int) -> list[str]:
         "The network is emulated: all hosts compute on this machine's cores, which takes longer than on their own.",
         f"The rate is {LR:g} on the mean of the gradients; the paper added them up, with a rate that it does not tell.",
         f"Train accuracy is that of {every}.",
-        "The paper's way: the model is scattered and gathered by all, as MPI broadcasts long messages; gradients go to "
-        "the master, 8 bytes per kept value; barriers keep the phases apart. thinwire's parameter server sends a dense "
-        "model to each worker instead, which takes 13 times as long as to one, and is shown next to it.",
+        "The paper's way: the model goes along a chain of hosts in pieces, as Open MPI broadcasts long messages; "
+        "gradients go to the master, 8 bytes per kept value; barriers keep the phases apart. thinwire's server sends a "
+        "dense model to each worker instead, which takes 13 times as long as to one, and is shown next to it.",
         f"thinwire: the largest {5 if workshop.full else 1} % in 8 bits with memory, both ways with a master; "
         "simulated one way (Gather).",
     ]
