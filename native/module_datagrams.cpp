@@ -6,9 +6,11 @@
 #include <sys/socket.h>
 #include <time.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string_view>
+#include <vector>
 
 #include "bindings.hpp"
 
@@ -38,7 +40,7 @@ nb::tuple split(std::string_view datagram, std::string_view prefix) {
 }
 
 // The kernel's own time of arrival, where the socket was asked for it, or the present.
-double stamp_of(msghdr& message) {
+double stamp_of([[maybe_unused]] msghdr& message) {
   timespec when;
   clock_gettime(CLOCK_REALTIME, &when);
 #ifdef SCM_TIMESTAMPNS

@@ -169,8 +169,10 @@ class Outgoing:
         return groups
 
     def forget_short(self) -> None:
-        """The path is clean: the reliable way is enough."""
-        self._short.clear()
+        """The path is clean: the reliable way is enough. What has not gone that way yet may still need another."""
+        first = self._reliable[0].envelope.number if self._reliable else self._number + 1
+        while self._short and self._short[0].envelope.number < first:
+            self._short.popleft()
 
     def clear(self) -> None:
         """Let go of messages whose datagrams will not leave any more; what waits behind them may go."""

@@ -12,6 +12,8 @@ from thinwire.transport.pacing import Pacer, Seen
 
 # Messages one after the other of which nothing arrived, and for how long datagrams are not tried after them.
 _DEAF, _REST = 8, 10.0
+# Datagrams that are sealed before the first of them leaves.
+_AT_ONCE = 64
 # Of IP and UDP, in front of every datagram.
 _HEADERS = 28
 # Bytes by which a piece may be padded to be as long as the longest next to it: datagrams of one length leave together.
@@ -77,7 +79,7 @@ class Dispatch:
             sending.waited = True
         if count:
             sending.began = sending.began or now
-        return sending, min(count, len(sending.pieces) - sending.next), delay
+        return sending, min(count, len(sending.pieces) - sending.next, _AT_ONCE), delay
 
     def left(self, sending: Sending, count: int, size: int, now: float) -> bool:
         """So many of its datagrams, of so many bytes, have left; whether these were the last."""

@@ -27,10 +27,8 @@ log = logging.getLogger("thinwire.transport")
 # Datagrams that are read before others get a turn.
 _AT_ONCE = 128
 _BUFFER = 1 << 22
-# The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes:
-# at the least, and at the most where it has found nothing to read for some times. Where packets are lost it is the
-# least: a message's deadline begins when its last word is read.
-_OWNERS, _OWNERS_MOST = 0.008, 0.032
+# The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes.
+_OWNERS = 0.008
 # The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
 _STAMP = 35
 # Datagrams of one length that the kernel takes by one call and parts itself (UDP_SEGMENT, 64 of them at the most).
@@ -65,7 +63,7 @@ class Engine(threading.Thread):
         self._poked.setblocking(False)
         self._poker.setblocking(False)
         self._probed = self._sleeps_until = 0.0
-        self._nap, self._came = _OWNERS, 0
+        self.more = False  # whether the last `receive` left datagrams where they were
         self._ending = False
 
     def run(self) -> None:
@@ -79,19 +77,14 @@ class Engine(threading.Thread):
                 self._sleeps_until = time.monotonic() + pause
                 ready = waiting.poll(1000 * pause)
                 if ready and ready[0][0] == self._socket.fileno():
-                    poked.poll(1000 * min(self._nap, pause))
+                    poked.poll(1000 * min(_OWNERS, pause))
                 with contextlib.suppress(OSError):
                     self._poked.recv(4096)
                 if self.receive():
                     self._wake()
-                self._nap = _OWNERS if self._came or self._loses() else min(2 * self._nap, _OWNERS_MOST)
             except Exception:  # without this thread nothing moves any more
                 log.exception("the thread that sends and reads datagrams goes on after an error")
                 time.sleep(0.1)
-
-    def _loses(self) -> bool:
-        with self.lock:
-            return any(path.loses for path in self.paths.values())
 
     def fileno(self) -> int:
         """Of the socket, to wait for datagrams."""
@@ -116,23 +109,23 @@ class Engine(threading.Thread):
         there = (path.address,) if path.address is not None and not self._probes else ()
         send = self._socket.sendto if there else self._socket.send
         for run in _runs(datagrams):
-            if len(run) > 1 and self._segments and self._send_together(run, there):
+            if len(run) > 1 and self._segments and path.batches and self._send_together(path, run, there):
                 continue
             for datagram in run:
                 with contextlib.suppress(OSError):
                     send(datagram, *there)
 
-    def _send_together(self, run: Sequence[bytes], there: Sequence[Address]) -> bool:
-        """Send datagrams of one length, but for the last, by one call; False if the kernel does not do that here."""
+    def _send_together(self, path: Path, run: Sequence[bytes], there: Sequence[Address]) -> bool:
+        """Send datagrams of one length, but for the last, by one call; False if none of them has left."""
         size = _SEGMENT_SIZE.pack(len(run[0]))
         try:
             self._socket.sendmsg(run, [(socket.IPPROTO_UDP, _SEGMENT, size)], 0, *there)
-        except (BlockingIOError, ConnectionError):
-            pass  # no room, or a port was closed: lost
+        except BlockingIOError:
+            pass  # no room: lost
         except OSError as error:
-            # Devices without checksums and tunnels do without; a network that is down is none of these.
-            self._segments = error.errno not in (errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP)
-            return self._segments
+            # Devices without checksums, tunnels and narrow paths do without. A port that was closed is no such thing.
+            path.batches = error.errno not in (errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP)
+            return False
         return True
 
     def pump(self, path: Path) -> tuple[float, bool]:
@@ -191,7 +184,7 @@ class Engine(threading.Thread):
             found, truncated, foreign = _native.receive_datagrams(
                 self._socket.fileno(), _AT_ONCE, LARGEST_DATAGRAM, PREFIX, OVERHEAD
             )
-            self._came = len(found)
+            self.more = len(found) + truncated + foreign == _AT_ONCE
             for datagram, origin, stamp in found:
                 news |= self._take(datagram, origin, stamp)
             if truncated or foreign:

@@ -98,6 +98,9 @@ class Gathering:
     def end(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:
         """The sender's last word on a message; None if it is closed already."""
         if message in self._closed:
+            if self._closed[message] is None:  # it was complete before its last word
+                self._closed[message] = now
+                self.lateness.learn(0.0)
             return None
         found = self.open.get(message)
         if found is None or found.count != count or found.head != head:
@@ -114,8 +117,8 @@ class Gathering:
         while len(self._closed) > _CLOSED:
             self._closed.popitem(last=False)
         self.lost += message.count - len(message.pieces)
-        if message.pieces:
-            self.lateness.learn(0.0 if message.ended is None else message.last - message.ended)
+        if message.pieces and message.ended is not None:
+            self.lateness.learn(message.last - message.ended)
         return message
 
     def _delay(self, flight: float, now: float) -> float:

@@ -56,6 +56,7 @@ class Path:
         self.gathering = Gathering()
         self._shares = shares  # server: among all that send to it
         self.address: Address | None = None  # where datagrams go; None: nowhere yet
+        self.batches = True  # whether several datagrams may be handed to the kernel by one call
         self.origin = b""  # server: the same as the kernel writes it, where the newest came from
         self._out, self._in = Outgoing(session, mtu - OVERHEAD - CONTROL_BYTES), Incoming()
         self.express_at = 0.0  # when short envelopes must be looked after
@@ -71,11 +72,6 @@ class Path:
     def open_to_peer(self) -> None:
         """Tell the other side that its datagrams arrive."""
         self._opened = True
-
-    @property
-    def loses(self) -> bool:
-        """Whether packets were seen to be lost of late."""
-        return self._level > 0
 
     @property
     def has_words(self) -> bool:
@@ -97,13 +93,18 @@ class Path:
         if self._reports:
             self.put(Kind.REPORT, [])
         now = time.monotonic()
-        clean = not self._copies(now)
-        patience = 0.0 if all_of_it or clean else _PATIENCE
-        found = self._out.drain(self._in.due, now - patience, now - (_WORDS if clean and not all_of_it else patience))
+        patience, words = (0.0, 0.0) if all_of_it else self._patience(now)
+        found = self._out.drain(self._in.due, now - patience, now - words)
         if self._opened:
             self._opened = False
             found.insert(0, Envelope(Kind.OPEN, self.session, 0, []).as_parts())
         return found
+
+    def _patience(self, now: float) -> tuple[float, float]:
+        """Seconds for which envelopes wait before they go the reliable way, and words with nothing behind them."""
+        if self._copies(now):
+            return _PATIENCE, _PATIENCE
+        return 0.0, 0.0 if self._level or not self.can_send(now) else _WORDS
 
     def _copies(self, now: float) -> int:
         """How often a short envelope is sent as a datagram."""
@@ -113,6 +114,7 @@ class Path:
         """Datagrams of short envelopes to send now, if the path loses packets, and the seconds until more are due."""
         copies = self._copies(now)
         if not copies:
+            self._repeated = False
             self._out.forget_short()
             return [], 3600.0
         groups, pause = self._out.express(now, _TRIPS * self.pacer.trip + _GRAIN, fresh=copies)
@@ -226,7 +228,7 @@ class Path:
         """When a message that holds up the others is given up on, or an envelope must go the reliable way."""
         message = self.gathering.open.get(self._in.due)
         gives_up = math.inf if message is None or message.ended is None else self._gives_up(message)
-        return min(gives_up, self._out.since + (_PATIENCE if self._level else _WORDS))
+        return min(gives_up, self._out.since + self._patience(time.monotonic())[1])
 
     def arriving(self, now: float) -> float:
         """Seconds until the rest of the message in turn should be there; 0 if nothing of it comes now.

@@ -83,6 +83,8 @@ class UdpListener(Listener):
 
     def _nap(self) -> float:
         """Seconds until the first message that comes in should be complete."""
+        if self._engine.more:
+            return 0.0
         now = time.monotonic()
         with self._engine.lock:
             return min(filter(None, (path.arriving(now) for path in self._paths.values())), default=0.0)
