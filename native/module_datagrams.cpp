@@ -1,4 +1,4 @@
-// The part of the Python module that reads datagrams from a socket and writes their contents, many by one call.
+// The part of the Python module that reads datagrams from a socket, many by one call. Nothing in them is believed here.
 //
 // In Python a datagram's buffers, headers and time of arrival take longer than its contents.
 #include <arpa/inet.h>
@@ -25,7 +25,8 @@ uint64_t little(const char* from, size_t bytes) {
 }
 
 bool ours(std::string_view datagram, std::string_view prefix, size_t least) {
-  return datagram.size() >= std::max(least, prefix.size() + kSession + kCounter) && datagram.substr(0, prefix.size()) == prefix;
+  const size_t clear = prefix.size() + kSession + kCounter;
+  return datagram.size() >= std::max(least, clear) && datagram.substr(0, prefix.size()) == prefix;
 }
 
 // (session, counter, nonce, what is in the clear, what is sealed); the nonce is the counter, filled up with zeros.

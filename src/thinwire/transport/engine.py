@@ -191,6 +191,17 @@ class Engine(threading.Thread):
                 self.counts.update(truncated=truncated, foreign=foreign)
         return news
 
+    def sleep_while_arriving(self) -> bool:
+        """Sleep until the rest of a message that comes in should be there; False, at once, if none does."""
+        if self.more:
+            return False
+        now = time.monotonic()
+        with self.lock:
+            pause = min(filter(None, (path.arriving(now) for path in self.paths.values())), default=0.0)
+        if pause:
+            time.sleep(pause)
+        return pause > 0
+
     def take(self, datagram: bytes, origin: bytes, stamp: float) -> bool:
         """As if it had been read from the socket: for tests and benchmarks."""
         parts = split(datagram)

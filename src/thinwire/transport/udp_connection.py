@@ -63,17 +63,9 @@ class UdpConnection(Connection):
         for parts in self._tcp.poll(pause):
             found += self._arrived(parts)
         found += self._ready()
-        if not found and timeout and (nap := self._nap()):
-            time.sleep(nap)
-            found = self._ready()
+        if not found and timeout and self._engine is not None and self._engine.sleep_while_arriving():
+            return self._ready()
         return found
-
-    def _nap(self) -> float:
-        """Seconds until a message that comes in should be complete."""
-        if self._engine is None or self._path is None or self._engine.more:
-            return 0.0
-        with self._engine.lock:
-            return self._path.arriving(time.monotonic())
 
     def _arrived(self, parts: Parts) -> list[Parts]:
         envelope = read_envelope(parts)

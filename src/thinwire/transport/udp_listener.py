@@ -76,18 +76,9 @@ class UdpListener(Listener):
             except TransportError as error:
                 log.warning("a worker's message is discarded: %s", error)
         found += self._ready()
-        if not found and timeout and (nap := self._nap()):
-            time.sleep(nap)
-            found = self._ready()
+        if not found and timeout and self._engine.sleep_while_arriving():
+            return self._ready()
         return found
-
-    def _nap(self) -> float:
-        """Seconds until the first message that comes in should be complete."""
-        if self._engine.more:
-            return 0.0
-        now = time.monotonic()
-        with self._engine.lock:
-            return min(filter(None, (path.arriving(now) for path in self._paths.values())), default=0.0)
 
     def _arrived(self, peer: Peer, parts: Parts) -> list[tuple[Peer, Parts]]:
         envelope = read_envelope(parts)
