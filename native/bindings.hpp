@@ -40,4 +40,5 @@ inline std::tuple<uint64_t, uint64_t, uint64_t, double> plain(const Written& w) 
 }
 
 void bind_datagrams(nb::module_& m);
+void bind_pieces(nb::module_& m);
 void bind_reading(nb::module_& m);

@@ -149,6 +149,7 @@ NB_MODULE(_native, m) {
   bind_memory(m);
   bind_writer(m);
   bind_datagrams(m);
+  bind_pieces(m);
   bind_reading(m);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {

@@ -14,7 +14,8 @@ from thinwire.transport import path
 from thinwire.transport.control import Outgoing
 from thinwire.transport.dispatch import Sending
 from thinwire.transport.engine import _STAMP, Engine, _runs, open_socket
-from thinwire.transport.envelope import Kind, read_data, read_envelope, read_records
+from thinwire.transport.envelope import Kind, read_envelope, read_records
+from thinwire.transport.gathering import Gathering, Group
 from thinwire.transport.path import Path
 from thinwire.transport.sealing import OVERHEAD, PREFIX, Split, new_keys, split
 
@@ -41,11 +42,53 @@ def test_runs_keep_all_datagrams_in_their_order(sizes: list[int]) -> None:
 
 @given(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=20))
 def test_padding_is_taken_off_again(pieces: list[bytes]) -> None:
-    found = [read_data(plain) for plain in Sending(3, b"head", pieces, 0).packed(len(pieces))]
-    assert [(message, index, piece) for message, index, _, _, piece, _ in found] == [
-        (3, index, piece) for index, piece in enumerate(pieces)
-    ]
-    assert {(count, head) for _, _, count, head, _, _ in found} == {(len(pieces), b"head")}
+    plains = Sending(3, b"head", pieces, 0).packed(len(pieces))
+    groups, broken = _native.read_data(plains, [9.0] * len(plains), 1.0)
+    ((message, count, head, found, repeated, _, first, last),) = groups
+    assert (message, count, head, repeated, first, last, broken) == (3, len(pieces), b"head", 0, 9.0, 9.0, 0)
+    assert found == dict(enumerate(pieces))
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from([0.1, 0.2, 1.1])), max_size=30))
+def test_datagrams_read_together_are_the_same_as_one_by_one(rows: list[tuple[int, int, float]]) -> None:
+    """Whatever their order, how often they come, and where a span of time ends."""
+    plains = [_native.pack_data(m, i, 5, b"h", [bytes([m, i])], 0.05, 0)[0] for m, i, _ in rows]
+    stamps = sorted(stamp for _, _, stamp in rows)
+    groups, broken = _native.read_data(plains, stamps, 1.0)
+    assert broken == 0
+    assert all(int(first) == int(last) for *_, first, last in groups)
+    alone = [_native.read_data([plain], [stamp], 1.0)[0][0] for plain, stamp in zip(plains, stamps, strict=True)]
+    assert gathered(groups) == gathered(alone)
+
+
+def gathered(groups: list[Group]) -> Any:
+    gathering = Gathering()
+    for group in groups:
+        gathering.add(group)
+    # What comes twice may be the last of its group: times are told of messages that came once.
+    times = {} if gathering.repeated else {n: m.stamps for n, m in gathering.open.items()}
+    return {n: m.pieces for n, m in gathering.open.items()}, times, gathering.received, gathering.repeated
+
+
+@given(st.integers(0, 200), st.integers(0, 255), st.integers(0, 7))
+def test_what_makes_no_sense_in_a_batch_is_counted(cut: int, at: int, bit: int) -> None:
+    plains = _native.pack_data(9, 0, 3, b"head", [b"x" * 40] * 3, 1.0, 0)
+    changed = bytearray(plains[1])
+    changed[at % len(changed)] ^= 1 << bit
+    groups, broken = _native.read_data([plains[0], bytes(changed[:cut]), plains[2]], [2.0] * 3, 1.0)
+    assert sum(len(group[3]) + group[4] for group in groups) + broken == 3
+    assert sum(len(group[3]) for group in groups if group[0] == 9) >= 2
+
+
+def test_a_piece_that_does_not_fit_is_refused() -> None:
+    for head, pieces, first, count in (
+        (bytes(256), [b"x"], 0, 1),
+        (b"", [bytes(1 << 16)], 0, 1),
+        (b"", [b"x"], 0, 1 << 16),
+        (b"", [b"x", b"y"], 4, 5),
+    ):
+        with pytest.raises(ValueError, match="datagram"):
+            _native.pack_data(1, first, count, head, pieces, 0.0, 0)
 
 
 def test_pieces_of_about_one_length_become_datagrams_of_one_length() -> None:
@@ -180,7 +223,7 @@ def test_only_words_that_are_said_teach_the_deadline() -> None:
     _, server = paths()
     begun = server.gathering.lateness.wait
     for number in range(1, 50):
-        assert server.take_piece(number, 0, 1, b"head", b"piece", 9.0, 10.0)
+        assert server.take_pieces((number, 1, b"head", {0: b"piece"}, 0, 1.0, 10.0, 10.0))
         server.ready(time.monotonic())
     assert server.gathering.lateness.wait == begun
     for number in range(1, 50):
@@ -188,16 +231,20 @@ def test_only_words_that_are_said_teach_the_deadline() -> None:
     assert server.gathering.lateness.wait < 0.5 * begun
 
 
+def one(index: int, stamp: float) -> Group:
+    return 1, 4, b"head", {index: b"piece"}, 0, stamp - 9.0, stamp, stamp
+
+
 def test_a_reader_sleeps_while_the_rest_of_a_message_comes() -> None:
     _, server = paths()
     now = time.monotonic()
     assert server.arriving(now) == 0.0
     for index, stamp in ((0, 10.0), (1, 10.0004)):
-        server.take_piece(1, index, 4, b"head", b"piece", 9.0, stamp)
+        server.take_pieces(one(index, stamp))
     now = server.gathering.open[1].last
     assert server.arriving(now) == pytest.approx(0.0008)
     assert server.arriving(now + 1.0) == 0.0  # nothing has come for long
-    server.take_piece(1, 2, 4, b"head", b"piece", 9.0, 12.0)
+    server.take_pieces(one(2, 12.0))
     assert server.arriving(server.gathering.open[1].last) == 0.002
-    assert server.take_piece(1, 3, 4, b"head", b"piece", 9.0, 12.0)
+    assert server.take_pieces(one(3, 12.0))
     assert server.arriving(server.gathering.open[1].last) == 0.0

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transport.lossy_socket import lose
+from thinwire import _native
 from thinwire.errors import TransportError
 from thinwire.transport import udp_listener
 from thinwire.transport.addresses import connect, listen
@@ -20,9 +21,7 @@ from thinwire.transport.envelope import (
     Envelope,
     Kind,
     Report,
-    pack_data,
     read_control,
-    read_data,
     read_envelope,
     read_records,
     read_reports,
@@ -113,7 +112,9 @@ def test_strangers_change_nothing() -> None:
         opened(both)
         listener, connection = both
         assert connection._path is not None
-        true = [connection._path.sealer.seal(pack_data(7, 0, 2, b"h", b"p" * 50, 0.0)) for _ in range(4)]
+        true = [
+            connection._path.sealer.seal(_native.pack_data(7, 0, 2, b"h", [b"p" * 50], 0.0, 0)[0]) for _ in range(4)
+        ]
         chance = random.Random(1)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
             to = ("127.0.0.1", listener._port)
@@ -189,7 +190,7 @@ def test_seals() -> None:
 def test_broken_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
     for read in (
         unpack,
-        read_data,
+        lambda d: _native.read_data([d], [0.0], 1.0),
         read_reports,
         lambda d: read_control(1, d),
         lambda d: read_envelope([d]),
@@ -218,9 +219,9 @@ def test_the_deadline_follows_what_was_measured() -> None:
         for message in range(100):
             number = message + int(late * 1000)
             now = time.monotonic()
-            gathering.add(number, 0, 2, b"", b"x", 0.0, 0.0)
+            gathering.add((number, 2, b"", {0: b"x"}, 0, 0.0, 0.0, 0.0))
             gathering.end(number, 2, 2, b"", now - late)
-            gathering.add(number, 1, 2, b"", b"x", 0.0, 0.0)
+            gathering.add((number, 2, b"", {1: b"x"}, 0, 0.0, 0.0, 0.0))
             gathering.close(number)
         waits.append(gathering.lateness.wait)
     assert waits[0] < 0.01 and 0.2 < waits[1] < 0.4

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from thinwire import _native
 from thinwire.bench.verdict import verdict
 from thinwire.race.options import JsonFile, write_json
 from thinwire.transport.pacing import BURST
@@ -171,7 +172,6 @@ def _flows(rate: str, senders: int, streams: int, seconds: float, control: str =
 def _fuzz(count: int) -> dict[str, Any]:
     """Forged datagrams against a session with a message half there: how many of them changed nothing."""
     from thinwire.transport.engine import Engine, open_socket
-    from thinwire.transport.envelope import pack_data
     from thinwire.transport.path import Path as Session
     from thinwire.transport.sealing import new_keys
 
@@ -179,7 +179,7 @@ def _fuzz(count: int) -> dict[str, Any]:
     theirs, ours = (Session(7, keys, server=server, mtu=1400) for server in (False, True))
     engine = Engine(open_socket(socket.AF_INET), lambda: None, probes=False)
     engine.paths[7] = ours
-    true = [theirs.sealer.seal(pack_data(1, i, 8, b"head", bytes(400), 0.0)) for i in range(8)]
+    true = theirs.sealer.seal_all(_native.pack_data(1, 0, 8, b"head", [bytes(400)] * 8, 0.0, 0))
     engine.take(true[0], b"theirs", 0.0)
     chance, changed, began = random.Random(0), 0, time.perf_counter()
     for i in range(count):

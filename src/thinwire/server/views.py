@@ -59,6 +59,9 @@ class Views:
         self._editions = dict.fromkeys(layout.places(), start)
         self._at: dict[tuple[int, int], dict[int, Node]] = {place: {} for place in layout.places()}
         self._bodies: dict[tuple[int, int], tuple[int, Buffer]] = {}
+        # Memory that is used again: new memory for each delta costs as much time as the delta, in page faults.
+        self._missing: dict[str, Tensor] = {}
+        self._spare: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
     def deltas(self) -> bool:
@@ -78,20 +81,20 @@ class Views:
         node = at.get(worker)
         if node is None or whole:
             node = self._joined(layer, part)
-            self._move(at, worker, node)
+            self._move((layer, part), worker, node)
             return Answer(node.edition, True, all_bytes(node.values))
         delta, after = self._advanced(node, layer, part, alone=node.followers == 1)
-        self._move(at, worker, after)
+        self._move((layer, part), worker, after)
         if isinstance(delta, list):
             return Answer(edition, False, b"", delta)
         return Answer(edition, False, delta)
 
     def forget(self, worker: int) -> None:
         """A worker has left: its view is not needed any more."""
-        for at in self._at.values():
+        for place, at in self._at.items():
             node = at.pop(worker, None)
             if node is not None:
-                _left(node)
+                self._left(place, node)
 
     def held_back(self, worker: int, layer: int, part: int) -> list[Tensor]:
         """What the server still holds back for a worker: its own parameters minus the worker's."""
@@ -116,10 +119,10 @@ class Views:
         if node.delta is None or node.delta[1].edition != edition or node.delta[1].gone:
             pieces = self._layout.layers[layer].parts[part]
             missing = {
-                piece.name: mine - theirs
+                piece.name: self._difference(piece.name, mine, theirs)
                 for piece, mine, theirs in zip(pieces, self._values[layer][part], node.values, strict=True)
             }
-            after = Node(edition, node.values if alone else [value.clone() for value in node.values])
+            after = Node(edition, node.values if alone else self._copied((layer, part), node.values))
             node.gone = alone
             node.delta = self._encode(missing, after.values, edition), after
         return node.delta
@@ -139,20 +142,38 @@ class Views:
             self._bodies[layer, part] = self._editions[layer, part], body
         return body
 
-    @staticmethod
-    def _move(at: dict[int, Node], worker: int, node: Node) -> None:
+    def _difference(self, name: str, mine: Tensor, theirs: Tensor) -> Tensor:
+        """What a view lacks of a piece; until the next call."""
+        held = self._missing.get(name)
+        if held is None:
+            held = self._missing[name] = torch.empty_like(mine)
+        return torch.sub(mine, theirs, out=held)
+
+    def _copied(self, place: tuple[int, int], values: list[Tensor]) -> list[Tensor]:
+        copies = self._spare.pop(place, None)
+        if copies is None:
+            return [value.clone() for value in values]
+        for copy, value in zip(copies, values, strict=True):
+            copy.copy_(value)
+        return copies
+
+    def _move(self, place: tuple[int, int], worker: int, node: Node) -> None:
         node.followers += 1
-        before = at.get(worker)
+        before = self._at[place].get(worker)
         if before is not None:
-            _left(before)
-        at[worker] = node
+            self._left(place, before)
+        self._at[place][worker] = node
 
+    def _left(self, place: tuple[int, int], node: Node) -> None:
+        """One follower less; without any a node's delta is not asked for again, and must not keep what comes after it.
 
-def _left(node: Node) -> None:
-    """One follower less; without any a node's delta is not asked for again, and must not keep what comes after it."""
-    node.followers -= 1
-    if not node.followers:
-        node.delta = None
+        Nor are its values: another node may have their memory.
+        """
+        node.followers -= 1
+        if not node.followers:
+            node.delta = None
+            if not node.gone:
+                node.gone, self._spare[place] = True, node.values
 
 
 def all_bytes(values: Sequence[Tensor]) -> Buffer:

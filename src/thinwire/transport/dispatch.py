@@ -2,12 +2,13 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from thinwire import _native
 from thinwire.transport.base import Buffer
-from thinwire.transport.envelope import Report, pack_data, pack_end
+from thinwire.transport.envelope import Report, pack_end
 from thinwire.transport.pacing import Pacer, Seen
 
 # Messages one after the other of which nothing arrived, and for how long datagrams are not tried after them.
@@ -33,15 +34,11 @@ class Sending:
     began: float = 0.0  # when the first datagram went
     left: float = 0.0  # when the last one did
 
-    def packed(self, count: int) -> Iterator[bytes]:
+    def packed(self, count: int) -> list[bytes]:
         """The contents of the next so many datagrams."""
-        number, head, pieces = self.number, self.head, self.pieces
-        last, now = self.next + count - 1, time.time()
-        longest = max(map(len, pieces[self.next : last + 1]))
-        for index in range(self.next, last + 1):
-            piece = pieces[index]
-            room = longest if index < last and len(piece) + _PADDING >= longest else 0
-            yield pack_data(number, index, len(pieces), head, piece, now, room)
+        first, pieces = self.next, self.pieces
+        now = [bytes(piece) for piece in pieces[first : first + count]]
+        return _native.pack_data(self.number, first, len(pieces), self.head, now, time.time(), _PADDING)
 
     def word(self) -> bytes:
         """What is said after its datagrams."""

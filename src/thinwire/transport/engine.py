@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from thinwire import _native
-from thinwire.errors import TransportError
-from thinwire.transport.envelope import CONTROL, DATA, PROBE, read_control, read_data
+from thinwire.transport.envelope import PROBE
+from thinwire.transport.intake import Intake
 from thinwire.transport.mtu import LARGEST_DATAGRAM
 from thinwire.transport.path import Address, Path
-from thinwire.transport.sealing import OVERHEAD, PREFIX, Split, split
+from thinwire.transport.sealing import OVERHEAD, PREFIX, split
 
 log = logging.getLogger("thinwire.transport")
 
@@ -59,6 +59,7 @@ class Engine(threading.Thread):
         self.lock = threading.RLock()
         self.paths: dict[int, Path] = {}
         self.counts: Counter[str] = Counter()
+        self._intake = Intake(self.paths, self.counts, finds=not probes)
         self._poked, self._poker = socket.socketpair()
         self._poked.setblocking(False)
         self._poker.setblocking(False)
@@ -139,7 +140,8 @@ class Engine(threading.Thread):
         """Send short envelopes as datagrams where that is worth it; returns the seconds until it is again."""
         now = time.monotonic()
         datagrams, pause = path.express(now)
-        self.transmit(path, datagrams)
+        if datagrams:
+            self.transmit(path, datagrams)
         path.express_at = now + pause
         return pause
 
@@ -179,14 +181,12 @@ class Engine(threading.Thread):
 
     def receive(self) -> bool:
         """Read what has come; True if the owner has something to do."""
-        news = False
         with self.lock:
             found, truncated, foreign = _native.receive_datagrams(
                 self._socket.fileno(), _AT_ONCE, LARGEST_DATAGRAM, PREFIX, OVERHEAD
             )
             self.more = len(found) + truncated + foreign == _AT_ONCE
-            for datagram, origin, stamp in found:
-                news |= self._take(datagram, origin, stamp)
+            news = self._intake.take(found)
             if truncated or foreign:
                 self.counts.update(truncated=truncated, foreign=foreign)
         return news
@@ -207,32 +207,7 @@ class Engine(threading.Thread):
         parts = split(datagram)
         if parts is None:
             self.counts["truncated" if len(datagram) < OVERHEAD else "foreign"] += 1
-        return parts is not None and self._take(parts, origin, stamp)
-
-    def _take(self, datagram: Split, origin: bytes, stamp: float) -> bool:
-        path = self.paths.get(datagram[0])
-        if path is None:
-            self.counts["foreign"] += 1
-            return False
-        plain = path.opener.open(datagram)
-        if plain is None:
-            return False
-        opened = False
-        if path.origin != origin and not self._probes:
-            opened, path.origin, path.address = path.address is None, origin, _native.address_of(origin)
-            if opened:
-                path.open_to_peer()
-        try:
-            kind = plain[0]
-            if kind == DATA:
-                return path.take_piece(*read_data(plain), stamp) or opened
-            if kind == CONTROL:
-                return path.take_control(*read_control(path.session, plain)) or opened
-            if kind != PROBE:
-                raise TransportError("a datagram of a kind that there is not")
-        except (TransportError, struct.error, IndexError):
-            self.counts["broken"] += 1
-        return opened
+        return parts is not None and self._intake.take([(parts, origin, stamp)])
 
 
 def _can_segment(sock: socket.socket) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from thinwire import _native
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer
 
@@ -17,8 +18,6 @@ _RECORD = struct.Struct("<BBQH")
 _LENGTH = struct.Struct("<H")
 # A datagram of records: kind, the number that its sender waits for
 _CONTROL = struct.Struct("<BQ")
-# kind, length of the head, length of the piece, index, count, message, time of sending; padding may follow the piece
-_DATA = struct.Struct("<BBHHHId")
 # message, pieces, bytes a second that its sender may use of the receiver's link (0: all), bytes of the bitmap (none:
 # all have arrived); in microseconds: hold, the least queueing delay, from the first to the last arrival
 _REPORT = struct.Struct("<IHIHIII")
@@ -26,8 +25,8 @@ _REPORT = struct.Struct("<IHIHIII")
 _END = struct.Struct("<IHI")
 _MOST = 0xFFFFFFFF
 
-DATA, CONTROL, PROBE = 1, 2, 3
-DATA_BYTES, CONTROL_BYTES = _DATA.size, _CONTROL.size
+DATA, CONTROL, PROBE = _native.DATA, 2, 3
+DATA_BYTES, CONTROL_BYTES = _native.DATA_BYTES, _CONTROL.size
 # Envelopes up to this size travel several together, and also as a datagram where the path loses packets.
 EXPRESS = 600
 
@@ -156,28 +155,6 @@ def read_control(session: int, data: bytes) -> tuple[int, list[Envelope]]:
     if len(data) < _CONTROL.size:
         raise TransportError("a datagram is cut off")
     return _CONTROL.unpack_from(data)[1], read_records(session, memoryview(data)[_CONTROL.size :])
-
-
-def pack_data(message: int, index: int, count: int, head: bytes, piece: Buffer, now: float, room: int = 0) -> bytes:
-    """A piece as a datagram, with the head of its message: it needs no other to be understood.
-
-    A piece that is shorter than `room` is padded.
-    """
-    size = len(piece)
-    return b"".join(
-        [_DATA.pack(DATA, len(head), size, index, count, message, now), head, piece, bytes(max(0, room - size))]
-    )
-
-
-def read_data(data: bytes) -> tuple[int, int, int, bytes, bytes, float]:
-    """(message, index, count, head, piece, time of sending)."""
-    if len(data) < _DATA.size:
-        raise TransportError("a datagram is cut off")
-    _, length, size, index, count, message, sent = _DATA.unpack_from(data)
-    at = _DATA.size + length
-    if at + size > len(data) or index >= count or not abs(sent) < 1e12:
-        raise TransportError("a datagram makes no sense")
-    return message, index, count, data[_DATA.size : at], data[at : at + size], sent
 
 
 def pack_end(message: int, count: int, total: int, head: bytes) -> bytes:

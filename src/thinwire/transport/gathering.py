@@ -14,6 +14,10 @@ _CLOSED, _OPEN = 1024, 512
 _GRAIN = 0.002
 _LONGEST = 1.0
 
+# Datagrams of one message that came one after the other: its number, how many pieces it has, its head; the pieces by
+# index, how many came twice; the least time of flight, by two clocks, and the first and the last arrival.
+Group = tuple[int, int, bytes, dict[int, bytes], int, float, float, float]
+
 
 class Lateness:
     """How long after the sender's last word datagrams still come."""
@@ -67,10 +71,11 @@ class Gathering:
         """Whether this message was closed lately: a datagram of it is late."""
         return message in self._closed
 
-    def add(self, message: int, index: int, count: int, head: bytes, piece: bytes, sent: float, stamp: float) -> bool:
-        """Take a datagram in; True if its message is complete. It left and came at these times, by two clocks."""
+    def add(self, group: Group) -> bool:
+        """Take datagrams of one message in; True if it is complete."""
+        message, count, head, pieces, repeated, flight, first, last = group
         if message in self._closed:
-            self.late += 1
+            self.late += len(pieces)
             ended = self._closed[message]
             if ended is not None:
                 self.lateness.learn(time.monotonic() - ended)
@@ -80,20 +85,24 @@ class Gathering:
             if len(self.open) >= _OPEN:
                 self.close(next(iter(self.open)))
             found = self.open[message] = Message(message, count, head)
-        if found.count != count or found.head != head or index >= count or index in found.pieces:
-            self.repeated += 1
+        if found.count != count or found.head != head:
+            self.repeated += len(pieces)
             return False
-        self.received += 1
-        pieces = found.pieces
-        pieces[index] = piece
-        found.last = time.monotonic()
-        delay = self._delay(stamp - sent, stamp)
-        if len(pieces) == 1:
-            found.queue, found.stamps = delay, (stamp, stamp)
+        self.repeated += repeated
+        if not found.pieces.keys().isdisjoint(pieces):
+            pieces = {index: piece for index, piece in pieces.items() if index not in found.pieces}
+            self.repeated += len(group[3]) - len(pieces)
+            if not pieces:
+                return False
+        delay = self._delay(flight, last)
+        if found.pieces:
+            found.queue, found.stamps = min(delay, found.queue), (found.stamps[0], last)
         else:
-            found.queue = delay if delay < found.queue else found.queue
-            found.stamps = found.stamps[0], stamp
-        return len(pieces) == count
+            found.queue, found.stamps = delay, (first, last)
+        found.pieces.update(pieces)
+        found.last = time.monotonic()
+        self.received += len(pieces)
+        return found.whole
 
     def end(self, message: int, count: int, total: int, head: bytes, now: float) -> Message | None:
         """The sender's last word on a message; None if it is closed already."""

@@ -21,7 +21,7 @@ from thinwire.transport.envelope import (
     read_records,
     read_reports,
 )
-from thinwire.transport.gathering import Gathering, Message
+from thinwire.transport.gathering import Gathering, Group, Message
 from thinwire.transport.pieces import pack
 from thinwire.transport.sealing import KEY_BYTES, OVERHEAD, Opener, Sealer
 from thinwire.transport.shares import Shares
@@ -170,16 +170,14 @@ class Path:
         self._repeated |= bool(envelopes) and now - self._news > _GRAIN
         return news
 
-    def take_piece(
-        self, message: int, index: int, count: int, head: bytes, piece: bytes, sent: float, stamp: float
-    ) -> bool:
-        """A datagram of a message; whether the message is complete and in turn."""
+    def take_pieces(self, group: Group) -> bool:
+        """Datagrams of a message; whether the message is complete and in turn."""
+        message = group[0]
         if not self._in.due <= message <= self._in.due + AHEAD and not self.gathering.knows(message):
             return False
         if self._shares is not None:
-            self._shares.note(self.session, self.mtu, stamp)
-        whole = self.gathering.add(message, index, count, head, piece, sent, stamp)
-        return whole and message == self._in.due
+            self._shares.note(self.session, self.mtu * len(group[3]), group[-1])
+        return self.gathering.add(group) and message == self._in.due
 
     def ready(self, now: float) -> tuple[list[list[Buffer]], list[Outcome]]:
         """Messages, and what became of ours, that are in turn now."""

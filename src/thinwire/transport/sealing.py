@@ -5,21 +5,18 @@ counters finds what is sent again. See docs/udp.md.
 """
 
 import secrets
-import struct
 from collections import Counter
-from collections.abc import Iterable
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from thinwire import _native
 
-# magic and version, session, counter; all of it is authenticated
-_CLEAR = struct.Struct("<4sIQ")
+# magic and version; in the clear, and authenticated, follow the session and the counter
 PREFIX = b"TWU\x01"
-_TAG_BYTES = 16
+_SESSION_BYTES, _COUNTER_BYTES, _TAG_BYTES = 4, 8, 16
 KEY_BYTES = 32
-OVERHEAD = _CLEAR.size + _TAG_BYTES
+OVERHEAD = len(PREFIX) + _SESSION_BYTES + _COUNTER_BYTES + _TAG_BYTES
 # Counters behind the newest that may still come: reordering on a path is far below it.
 WINDOW = 1 << 14
 
@@ -46,16 +43,12 @@ class Sealer:
         """A datagram; no two have the same counter."""
         return self.seal_all([plain])[0]
 
-    def seal_all(self, plains: Iterable[bytes]) -> list[bytes]:
+    def seal_all(self, plains: list[bytes]) -> list[bytes]:
         """A datagram for each."""
-        session, encrypt, pack = self._session, self._cipher.encrypt, _CLEAR.pack
-        found, counter = [], self._counter
-        for plain in plains:
-            counter += 1
-            clear = pack(PREFIX, session, counter)
-            found.append(clear + encrypt(counter.to_bytes(12, "little"), plain, clear))
-        self._counter = counter
-        return found
+        encrypt = self._cipher.encrypt
+        labelled = _native.label_datagrams(plains, PREFIX, self._session, self._counter + 1)
+        self._counter += len(plains)
+        return [clear + encrypt(nonce, plain, clear) for nonce, plain, clear in labelled]
 
 
 class Opener:

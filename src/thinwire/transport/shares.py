@@ -7,7 +7,7 @@ is long full. The receiver sees what its link carries and who uses it, and says 
 from thinwire.transport.largest import Largest
 
 # Seconds over which arrivals are counted, and how many such spans are remembered.
-_SPAN, _SPANS = 0.020, 500
+SPAN, _SPANS = 0.020, 500
 # Who sent within so many seconds counts as a sender.
 _ACTIVE = 0.2
 # All shares together, of what the link was seen to carry: more while it shows no sign of being full.
@@ -28,10 +28,10 @@ class Shares:
 
     def note(self, session: int, size: int, stamp: float) -> None:
         """A datagram of a session came at this time, by the kernel's clock."""
-        span = int(stamp / _SPAN)
+        span = int(stamp / SPAN)
         if span != self._span:
             if self._bytes:
-                self._rates.add(self._bytes / _SPAN)
+                self._rates.add(self._bytes / SPAN)
             self._span, self._bytes = span, 0
         self._bytes += size
         self._heard[session] = stamp
