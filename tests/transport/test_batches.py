@@ -208,15 +208,15 @@ def test_a_word_that_waits_goes_by_both_ways_when_packets_begin_to_be_lost(monke
     worker.submit(b"head", [b"piece"] * 3)
     worker.pump(lambda datagrams: None)
     assert worker.express(now) == ([], 3600.0) and worker.drain() == []  # the path is clean
-    assert worker.has_words and now + 50 < worker.deadline() < now + 100
+    assert not worker.has_words(now) and now + 50 < worker.deadline(now) < now + 100 and worker.has_words(now + 100)
     worker._level = 2
     datagrams, pause = worker.express(time.monotonic())
     assert len(datagrams) == 2 and 0 < pause < 1.0
     worker.dispatch.rests_until = time.monotonic() + 60  # nothing comes through any more
-    assert worker.deadline() <= time.monotonic()
+    assert worker.deadline(time.monotonic()) <= time.monotonic()
     assert said(worker.drain()) == [Kind.WORD]
     worker.express(time.monotonic())
-    assert not worker.has_words
+    assert not worker.has_words(time.monotonic() + 3600)
 
 
 def test_only_words_that_are_said_teach_the_deadline() -> None:

@@ -81,5 +81,7 @@ class Answers:
             if isinstance(self._views, LossyViews) and not answer.whole:
                 ticket = self._send_pieces(member, message, answer.shards)
                 self._views.under_way(member.session, layer, part, member.peer, ticket)
+                if ticket is None:  # nobody will report on it
+                    member.pool.done(answer.size)
             else:
                 self._send(member, message)

@@ -24,6 +24,8 @@ from thinwire.transport.base import Parts, Peer
 log = logging.getLogger("thinwire.server")
 
 OnFigures = Callable[[Member, dict[str, Any]], None]
+# What a peer did not get of the message with a ticket; returns the session and all its bytes, if they are known.
+Settle = Callable[[Peer, int, frozenset[int]], tuple[int, int] | None]
 
 
 class Desk:
@@ -42,10 +44,11 @@ class Desk:
         *,
         staleness: bool,
         on_figures: OnFigures,
+        settle: Settle,
     ) -> None:
         self._layout, self._progress, self._answers = layout, progress, answers
         self._members, self._reception, self._attendance = members, reception, attendance
-        self._buffers, self._post = buffers, post
+        self._buffers, self._post, self._settle = buffers, post, settle
         self._staleness, self._on_figures = staleness, on_figures  # whether workers want to know it with each ACK
         self._handlers: dict[Kind, Callable[[Member, Message], None]] = {
             Kind.PUSH: self._on_push,
@@ -69,12 +72,25 @@ class Desk:
             else:
                 self._of_member(member, message, sum(map(len, parts)))
         except (MessageError, FrameError) as error:
-            member = member or self._members.by_peer(peer)
-            self._post.refuse(peer, member, error)
-            if member is not None:
-                self._attendance.leave(member)
-            else:
-                self._post.listener.forget(peer)
+            self._refuse(peer, member or self._members.by_peer(peer), error)
+
+    def reported(self, peer: Peer, ticket: int, lost: frozenset[int]) -> None:
+        """A delta in pieces has arrived, but for these: a report stands for a GOT."""
+        settled = self._settle(peer, ticket, lost)
+        member = None if settled is None else self._members.find(peer, settled[0])
+        if settled is None or member is None:
+            return
+        try:
+            self._answers.got(member, settled[1])
+        except MessageError as error:
+            self._refuse(peer, member, error)
+
+    def _refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
+        self._post.refuse(peer, member, error)
+        if member is not None:
+            self._attendance.leave(member)
+        else:
+            self._post.listener.forget(peer)
 
     def _of_stranger(self, peer: Peer, message: Message) -> None:
         if message.kind is Kind.BYE:

@@ -73,14 +73,15 @@ class LossyViews(Views):
             under.ticket = peer, ticket
             self._tickets[peer, ticket] = under
 
-    def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> None:
-        """It is known what a worker did not get of a delta: it is owed that."""
+    def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
+        """It is known what a worker did not get of a delta: it is owed that. Returns the worker, and bytes sent."""
         under = self._tickets.pop((peer, ticket), None)
         if under is None:
-            return
+            return None
         del self._under[under.worker, under.place]
         if lost:
             self._owed[under.worker, under.place] = self._positions(under, lost)
+        return under.worker, sum(map(len, under.shards))
 
     def owed(self, worker: int, layer: int, part: int) -> Owed:
         """Entries of a part in which a worker is known to differ from its view, until its next delta."""

@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.errors import ThinwireError
 from thinwire.transport.base import Buffer
 
-PROTOCOL = 1
+PROTOCOL = 2
 _MAGIC = b"TWPS"
 # magic, protocol, kind, count, session, layer, part, clock, number
 _HEADER = struct.Struct("<4sBBHIIIQQ")

@@ -192,8 +192,7 @@ class Server:
         """Everything that depends on how messages travel."""
         self._post.listener = listener
         if listener.piece_bytes is not None:  # deltas may arrive in part
-            lossy = self.views = LossyViews.of(self.views, listener.piece_bytes)
-            listener.on_report = lossy.settle
+            self.views = LossyViews.of(self.views, listener.piece_bytes)
             self._reception.door.pieces = True
         answers = Answers(self.layout, self.clock, self.views, self._post.send, self._post.send_pieces)
         self._progress = Progress(
@@ -213,7 +212,9 @@ class Server:
             self._post,
             staleness=self.policy == "stalest",
             on_figures=self._on_figures,
+            settle=self.views.settle,
         )
+        listener.on_report = self._desk.reported
 
     def _turn(self, timeout: float) -> None:
         arrived = self._post.listener.poll(timeout)

@@ -15,7 +15,7 @@ from thinwire.codec.frame import Frame, FrameReader
 from thinwire.codec.memory import Drop
 from thinwire.errors import FrameError
 from thinwire.server.layers import Layout
-from thinwire.transport.base import Buffer
+from thinwire.transport.base import Buffer, Peer
 
 
 @dataclass
@@ -88,6 +88,10 @@ class Views:
         if isinstance(delta, list):
             return Answer(edition, False, b"", delta)
         return Answer(edition, False, delta)
+
+    def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
+        """What became of an answer in pieces; returns its worker and bytes. There are none here."""
+        return None
 
     def forget(self, worker: int) -> None:
         """A worker has left: its view is not needed any more."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.transport.base import Buffer
-from thinwire.transport.envelope import EXPRESS, Envelope, Kind, read_end, read_reports
+from thinwire.transport.envelope import EXPRESS, Envelope, Kind, Report, read_end, read_reports
 
 # Numbers that a datagram may be ahead of its turn; what is further ahead waits for its reliable copy.
 AHEAD = 4096
@@ -50,6 +50,7 @@ class Outgoing:
         self._reliable: deque[_Queued] = deque()
         self._held: dict[int, _Queued] = {}  # stand for messages whose datagrams have not all left yet
         self._short: deque[_Short] = deque()
+        self._plain = 0  # of those that wait for the reliable way, how many are more than words
 
     def put(self, kind: Kind, parts: Sequence[Buffer], reports: bytes = b"") -> int:
         """Queue an envelope; returns its number."""
@@ -57,6 +58,7 @@ class Outgoing:
         envelope = Envelope(kind, self._session, self._number, parts, reports)
         short = envelope.size <= EXPRESS
         self._reliable.append(_Queued(envelope, time.monotonic(), short))
+        self._plain += 1
         if short:
             self._short.append(_Short(envelope))
         return self._number
@@ -82,7 +84,7 @@ class Outgoing:
             self._acknowledged = due
             self._short = deque(each for each in self._short if each.envelope.number >= due)
             while self._reliable and self._reliable[0].envelope.number < due:
-                self._reliable.popleft()
+                self._next()
 
     def drain(self, due: int, before: float, words: float) -> list[list[Buffer]]:
         """What goes the reliable way now, of what is there since `before`: short envelopes in batches, others alone.
@@ -100,12 +102,12 @@ class Outgoing:
 
         if not self._reliable:
             return []
-        if not all(each.short for each in self._reliable):
-            before = math.inf  # it has no other way, and what is before it must not come after it
-        elif all(each.envelope.kind is Kind.WORD for each in self._reliable):
+        if not self._plain:
             before = min(before, words)
+        elif not all(each.short for each in self._reliable):
+            before = math.inf  # it has no other way, and what is before it must not come after it
         while self._reliable and self._reliable[0].since <= before and not self._is_held(self._reliable[0]):
-            queued = self._reliable.popleft()
+            queued = self._next()
             envelope = queued.envelope
             if queued.short:
                 records.append(envelope.as_record())
@@ -126,6 +128,16 @@ class Outgoing:
     def waiting(self) -> bool:
         """Whether any waits for either way."""
         return bool(self._reliable) or bool(self._short)
+
+    @property
+    def pressing(self) -> bool:
+        """Whether any but words waits for the reliable way."""
+        return self._plain > 0
+
+    def _next(self) -> _Queued:
+        queued = self._reliable.popleft()
+        self._plain -= queued.envelope.kind is not Kind.WORD
+        return queued
 
     def _is_held(self, queued: _Queued) -> bool:
         return queued.envelope.number in self._held
@@ -176,7 +188,7 @@ class Outgoing:
 
     def clear(self) -> None:
         """Let go of messages whose datagrams will not leave any more; what waits behind them may go."""
-        self._reliable = deque(each for each in self._reliable if not self._is_held(each))
+        self._reliable = deque(each for each in self._reliable if not self._is_held(each))  # all held ones are words
         self._held.clear()
 
 
@@ -186,6 +198,7 @@ class Incoming:
     def __init__(self) -> None:
         self.due = 1
         self._early: dict[int, Envelope] = {}
+        self._reports: dict[int, list[Report]] = {}  # of those, read
         self._sure = 0  # the highest number that came reliably: what is missing before it never will
 
     def arrive(self, envelope: Envelope, *, reliable: bool) -> bool:
@@ -194,7 +207,8 @@ class Incoming:
         if number < self.due or number in self._early or (not reliable and number > self.due + AHEAD):
             return False
         if len(envelope.reports):
-            read_reports(envelope.reports)  # broken ones are found here, before they are in anybody's way
+            # Broken ones are found here, before they are in anybody's way.
+            self._reports[number] = read_reports(envelope.reports)
         if envelope.kind is Kind.WORD:
             read_end(envelope.parts[0] if envelope.parts else b"")
         self._early[number] = envelope
@@ -213,7 +227,12 @@ class Incoming:
             self.due = min(self._early)
         return self._early.get(self.due)
 
+    def reports(self) -> list[Report]:
+        """Of the envelope in turn."""
+        return self._reports.get(self.due, [])
+
     def advance(self) -> None:
         """The one in turn is done with."""
         self._early.pop(self.due, None)
+        self._reports.pop(self.due, None)
         self.due += 1

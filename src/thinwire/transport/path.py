@@ -19,7 +19,6 @@ from thinwire.transport.envelope import (
     pack_control,
     read_end,
     read_records,
-    read_reports,
 )
 from thinwire.transport.gathering import Gathering, Group, Message
 from thinwire.transport.pieces import pack
@@ -73,10 +72,11 @@ class Path:
         """Tell the other side that its datagrams arrive."""
         self._opened = True
 
-    @property
-    def has_words(self) -> bool:
-        """Whether anything but datagrams of messages may have to leave."""
-        return bool(self._reports) or self._opened or self._repeated or self._out.waiting
+    def has_words(self, now: float) -> bool:
+        """Whether anything but datagrams of messages may have to leave now."""
+        if self._reports or self._opened or self._repeated or self._out.pressing:
+            return True
+        return self._out.waiting and (self._level > 0 or now >= self._out.since + self._patience(now)[1])
 
     @property
     def has_news(self) -> bool:
@@ -200,8 +200,8 @@ class Path:
                 if envelope.kind is not Kind.REPORT:
                     found.append(list(envelope.parts))
                 if len(envelope.reports):
-                    reports = (self.dispatch.learn(report, now) for report in read_reports(envelope.reports))
-                    outcomes += [outcome for outcome in reports if outcome is not None]
+                    learned = (self.dispatch.learn(report, now) for report in self._in.reports())
+                    outcomes += [outcome for outcome in learned if outcome is not None]
                     self._level = sum(self.pacer.loss > bar for bar in _COPIES)
             self._in.advance()
         return found, outcomes
@@ -222,11 +222,12 @@ class Path:
     def _gives_up(self, message: Message) -> float:
         return (message.ended or 0.0) + self.gathering.lateness.wait
 
-    def deadline(self) -> float:
+    def deadline(self, now: float) -> float:
         """When a message that holds up the others is given up on, or an envelope must go the reliable way."""
         message = self.gathering.open.get(self._in.due)
         gives_up = math.inf if message is None or message.ended is None else self._gives_up(message)
-        return min(gives_up, self._out.since + self._patience(time.monotonic())[1])
+        since = self._out.since
+        return gives_up if since == math.inf else min(gives_up, since + self._patience(now)[1])
 
     def arriving(self, now: float) -> float:
         """Seconds until the rest of the message in turn should be there; 0 if nothing of it comes now.

@@ -57,9 +57,10 @@ class UdpConnection(Connection):
         if self._path is None:
             pause = min(pause, _JOIN_EVERY)
         elif self._engine is not None:
+            now = time.monotonic()
             with self._engine.lock:
-                deadline = self._path.deadline()
-            pause = min(pause, max(0.0, deadline - time.monotonic()))
+                deadline = self._path.deadline(now)
+            pause = min(pause, max(0.0, deadline - now))
         for parts in self._tcp.poll(pause):
             found += self._arrived(parts)
         found += self._ready()
@@ -126,14 +127,14 @@ class UdpConnection(Connection):
     def _flush(self, *, all_of_it: bool = False) -> None:
         if self._engine is None or self._path is None:
             return
-        if self._path.has_words:
+        now = time.monotonic()
+        if all_of_it or self._path.has_words(now):
             with self._engine.lock:
                 messages = self._path.drain(all_of_it=all_of_it)
                 self._engine.express(self._path)
             for parts in messages:
                 self._tcp.send(parts)
             self._engine.poke_before(self._path.express_at)
-        now = time.monotonic()
         if now - self._told > TOLD_EVERY and self._path.counts["sent"]:
             self._told = now
             log.info("datagrams to the server: %s", self._path.pacer)

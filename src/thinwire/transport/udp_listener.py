@@ -66,10 +66,10 @@ class UdpListener(Listener):
     def poll(self, timeout: float) -> list[tuple[Peer, Parts]]:
         self._flush()
         found: list[tuple[Peer, Parts]] = []
+        now = time.monotonic()
         with self._engine.lock:
-            busy = (path for path in self._paths.values() if path.has_news or path.has_words)
-            deadline = min((path.deadline() for path in busy), default=math.inf)
-        pause = min(timeout, max(0.0, deadline - time.monotonic()))
+            deadline = min([path.deadline(now) for path in self._paths.values()], default=math.inf)
+        pause = min(timeout, max(0.0, deadline - now))
         for peer, parts in self._tcp.poll(pause):
             try:
                 found += self._arrived(peer, parts)
@@ -138,8 +138,9 @@ class UdpListener(Listener):
 
     def _flush(self, *, all_of_it: bool = False) -> None:
         """Send what was queued since the last time, as few messages."""
+        now = time.monotonic()
         for peer, path in list(self._paths.items()):
-            if not path.has_words:
+            if not all_of_it and not path.has_words(now):
                 continue
             with self._engine.lock:
                 messages = path.drain(all_of_it=all_of_it)
@@ -148,7 +149,6 @@ class UdpListener(Listener):
                 if not self._tcp.send(peer, parts):
                     self._unreachable.add(peer)
             self._engine.poke_before(path.express_at)
-        now = time.monotonic()
         for peer in [peer for peer, since in self._forgotten.items() if now - since > _LINGERS]:
             with self._engine.lock:
                 self._drop(peer)
