@@ -26,7 +26,8 @@ def check(log: Path, mode: str) -> None:
     assert max(step.step for step in found.steps) >= 12
     assert {eval_.step for eval_ in found.evals if eval_.split == "test"} >= {6, 12}
     late = [step for step in found.steps if step.step > 3]
-    assert all(len(step.waits) == len(step.staleness) == 5 for step in late)
+    # Of the five modules the last, which is small, is in the layer of the one before it.
+    assert all(len(step.waits) == len(step.staleness) == 4 for step in late)
     assert all(0.0 <= step.aggregate + step.synchronise <= step.exchange + 1e-6 for step in late)
     assert all(0.005 < step.density < 0.05 for step in late)
 

@@ -133,6 +133,18 @@ def test_a_layout_has_every_element_once(sizes: list[tuple[int, int]], cut: int)
     assert Layout.of(model, cut) == layout
 
 
+def test_small_modules_join_the_layer_before_them() -> None:
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.Linear(100, 100), *(nn.BatchNorm1d(40) for _ in range(5)), nn.Linear(60, 60)
+    )
+    layers = [layer.modules for layer in Layout.of(model, 0).layers]
+    # 1/64 of 14,166 elements are 221: two of 80 join a layer, the next begins one; the first has none before it.
+    assert layers == [("0",), ("1", "2", "3"), ("4", "5", "6"), ("7",)]
+    assert [name for layer in Layout.of(model, 0).layers for name in layer.parameters] == list(
+        dict(model.named_parameters())
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "cut", "reason"),
     [

@@ -1,7 +1,8 @@
 """Layers: a model's parameters as the units that are pushed, pulled, scheduled and applied.
 
-A layer is what one module owns itself; large layers are cut in parts, so that urgent requests can overtake them.
-Server and workers derive the same layout from the same model.
+A layer is what one module owns itself, with small modules behind it: a message costs the same for few entries. Large
+layers are cut in parts, so that urgent requests can overtake them. Server and workers derive the same layout from the
+same model.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,11 @@ MOST_PARTS = 1 << 16
 # Elements of a part: in full it must fit in a message.
 MOST_ELEMENTS = (LARGEST - 1024) // 4
 
+# A module of less than this share of the model, and of fewer elements, joins the layer before it, up to that much.
+_SMALL, _FEW = 1 / 64, 1 << 16
+
 Shapes = list[tuple[str, tuple[int, ...]]]
+Members = list[tuple[str, Tensor]]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -44,11 +49,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layer:
-    """The parameters of one module, and the parts in which they travel."""
+    """The parameters of one module, or of one and small ones behind it, and the parts in which they travel."""
 
-    name: str
+    modules: tuple[str, ...]
     parameters: tuple[str, ...]
     parts: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """Of its first module."""
+        return self.modules[0]
 
     @property
     def numel(self) -> int:
@@ -68,7 +78,7 @@ class Layout:
         """The layout with parts of at most `cut` elements; 0 leaves layers whole."""
         if cut < 0:
             raise ValueError(f"a part has at least one element, not {cut}")
-        owned: dict[str, list[tuple[str, Tensor]]] = {}
+        owned: dict[str, Members] = {}
         for name, parameter in trained(model).items():
             owned.setdefault(name.rpartition(".")[0], []).append((name, parameter))
         if not owned:
@@ -77,8 +87,8 @@ class Layout:
         if cut and sum(-(-n // cut) for n in sizes) > MOST_PARTS:  # before they are made
             raise ValueError(f"parts of {cut} elements cut this model in too many: make them larger")
         layers = tuple(
-            Layer(module, tuple(name for name, _ in members), tuple(_parts(members, cut)))
-            for module, members in owned.items()
+            Layer(modules, tuple(name for name, _ in members), tuple(_parts(members, cut)))
+            for modules, members in _joined(owned)
         )
         largest = max((layer for layer in layers), key=lambda layer: max(map(_elements, layer.parts)))
         if max(map(_elements, largest.parts)) > MOST_ELEMENTS:
@@ -117,7 +127,24 @@ def _elements(part: tuple[Piece, ...]) -> int:
     return sum(map(len, part))
 
 
-def _parts(members: list[tuple[str, Tensor]], cut: int) -> Iterator[tuple[Piece, ...]]:
+def _joined(owned: dict[str, Members]) -> Iterator[tuple[tuple[str, ...], Members]]:
+    """Modules with the small ones behind them. In the backward pass those are ready before."""
+    sizes = {module: sum(p.numel() for _, p in members) for module, members in owned.items()}
+    small = min(_FEW, int(_SMALL * sum(sizes.values())))
+    modules: list[str] = []
+    joined = 0  # elements of small modules
+    for module, size in sizes.items():
+        if modules and joined + size <= small:
+            joined += size
+        else:
+            if modules:
+                yield tuple(modules), [each for name in modules for each in owned[name]]
+            modules, joined = [], 0
+        modules.append(module)
+    yield tuple(modules), [each for name in modules for each in owned[name]]
+
+
+def _parts(members: Members, cut: int) -> Iterator[tuple[Piece, ...]]:
     """Parts of at most `cut` elements; small parameters share one, a large one is divided evenly."""
     waiting: list[Piece] = []
     for name, parameter in members:

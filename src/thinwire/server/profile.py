@@ -21,10 +21,10 @@ class Profiler:
         self._worker = worker
         self._pace = worker.pace
         self._pace.keep = True
-        self._forward: list[list[float]] = [[] for _ in worker.layers]
+        self._forward: list[dict[int, float]] = [{} for _ in worker.layers]  # by step
         self._begun = [0.0] * len(worker.layers)
         self._handles: list[Any] = []
-        for i, name in enumerate(worker.layers):
+        for i, name in ((i, name) for i, names in enumerate(worker.modules) for name in names):
             module = worker.model.get_submodule(name)
             # Registered after the worker's own hook, so that waiting for parameters is not computing.
             self._handles.append(module.register_forward_pre_hook(lambda *_, i=i: self._begin(i)))
@@ -34,13 +34,14 @@ class Profiler:
         self._begun[layer] = time.monotonic()
 
     def _end(self, layer: int) -> None:
-        self._forward[layer].append(time.monotonic() - self._begun[layer])
+        step, spent = self._worker.clock, time.monotonic() - self._begun[layer]
+        self._forward[layer][step] = self._forward[layer].get(step, 0.0) + spent
 
     def layers(self) -> list[LayerTimes]:
         """In the order of the layers."""
         backward, transfer = self._backward(), self._transfer()
         return [
-            LayerTimes(name, _median(self._forward[i]), _median(backward[i]), _median(transfer[i]))
+            LayerTimes(name, _median(list(self._forward[i].values())), _median(backward[i]), _median(transfer[i]))
             for i, name in enumerate(self._worker.layers)
         ]
 

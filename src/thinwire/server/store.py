@@ -17,7 +17,7 @@ from torch import nn
 from thinwire.errors import ThinwireError
 
 log = logging.getLogger("thinwire.server")
-_VERSION = 1
+_VERSION = 2
 
 
 class StoreError(ThinwireError):

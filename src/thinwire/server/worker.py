@@ -159,6 +159,11 @@ class Worker:
         """The layers' names, in their order."""
         return [layer.name for layer in self._session.layout.layers] if self._session is not None else []
 
+    @property
+    def modules(self) -> list[tuple[str, ...]]:
+        """The names of the modules of each layer."""
+        return [layer.modules for layer in self._session.layout.layers] if self._session is not None else []
+
     def values(self, name: str) -> Tensor:
         """A parameter's exact values, as the server knows them."""
         return self._courier.copies.row(name)
