@@ -92,6 +92,8 @@ class Endpoint:
         self._lock = threading.Lock()  # between `wake` and `close`
         self._gate: Gate | None = None
         self._watched: set[int] = set()
+        # What the last `wait` found: messages, ends of handshakes, something to read from what is watched.
+        self.has_messages = self.has_handshakes = self.has_watched = False
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor, self._woken):
             self._poller.register(source, zmq.POLLIN)
@@ -143,13 +145,15 @@ class Endpoint:
     def wait(self, seconds: float) -> bool:
         """Wait for something to happen; False if it is over, at a `wake`, or if what is watched is ready."""
         milliseconds = min(max(0, math.ceil(min(seconds, 1e6) * 1000)), 1_000_000)
-        happened = dict(self._poller.poll(milliseconds))
+        happened = [source for source, _ in self._poller.poll(milliseconds)]
+        self.has_messages, self.has_handshakes = self.socket in happened, self._monitor in happened
+        self.has_watched = not self._watched.isdisjoint(happened)
         woken = self._woken.fileno() in happened
         if woken:
             with contextlib.suppress(BlockingIOError):
                 while self._woken.recv(4096):
                     pass
-        return bool(happened) and not woken and not self._watched.intersection(happened)
+        return bool(happened) and not woken and not self.has_watched
 
     def handshakes(self) -> Iterator[tuple[int, int]]:
         """Handshakes that ended since the last call: (event, its value)."""

@@ -66,10 +66,12 @@ class TcpListener(Listener):
     def poll(self, timeout: float) -> list[tuple[Peer, Parts]]:
         deadline = time.monotonic() + timeout
         while True:
-            self._count_handshakes()
-            found = self._arrived()
-            if found or not self._endpoint.wait(deadline - time.monotonic()):
-                return found or self._arrived()
+            goes_on = self._endpoint.wait(deadline - time.monotonic())
+            if self._endpoint.has_handshakes:
+                self._count_handshakes()
+            found = self._arrived() if self._endpoint.has_messages else []
+            if found or not goes_on:
+                return found
 
     def _arrived(self) -> list[tuple[Peer, Parts]]:
         found: list[tuple[Peer, Parts]] = []
@@ -111,6 +113,11 @@ class TcpListener(Listener):
         """Let `poll` return when there is something to read from this file descriptor."""
         (self._endpoint.watch if on else self._endpoint.unwatch)(descriptor)
 
+    @property
+    def watched(self) -> bool:
+        """Whether the last `poll` found something to read from there."""
+        return self._endpoint.has_watched
+
     def forget(self, peer: Peer) -> None:
         self._outboxes.pop(peer, None)
 
@@ -150,14 +157,15 @@ class TcpConnection(Connection):
     def poll(self, timeout: float) -> list[Parts]:
         deadline = time.monotonic() + timeout
         while True:
+            goes_on = self._endpoint.wait(deadline - time.monotonic())
             self._check_handshakes()
-            found = self._arrived()
-            if found or not self._endpoint.wait(deadline - time.monotonic()):
-                return found or self._arrived()
+            found = self._arrived() if self._endpoint.has_messages else []
+            if found or not goes_on:
+                return found
 
     def _check_handshakes(self) -> None:
         """Raise for a server that will never take this worker; one that is away may come back."""
-        for event, value in self._endpoint.handshakes():
+        for event, value in self._endpoint.handshakes() if self._endpoint.has_handshakes else ():
             self._error = self._error or self._verdict(event, value)
         if self._error:
             raise self._error
@@ -203,6 +211,11 @@ class TcpConnection(Connection):
     def watch(self, descriptor: int, *, on: bool = True) -> None:
         """As a listener's."""
         (self._endpoint.watch if on else self._endpoint.unwatch)(descriptor)
+
+    @property
+    def watched(self) -> bool:
+        """As a listener's."""
+        return self._endpoint.has_watched
 
     def wake(self) -> None:
         self._endpoint.wake()

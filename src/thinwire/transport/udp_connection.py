@@ -63,7 +63,7 @@ class UdpConnection(Connection):
             pause = min(pause, max(0.0, deadline - now))
         for parts in self._tcp.poll(pause):
             found += self._arrived(parts)
-        found += self._ready()
+        found += self._ready(read=self._tcp.watched)
         if not found and timeout and self._engine is not None and self._engine.sleep_while_arriving():
             return self._ready()
         return found
@@ -114,10 +114,11 @@ class UdpConnection(Connection):
             self._tcp.watch(self._engine.fileno(), on=False)
             self._engine.close()
 
-    def _ready(self) -> list[Parts]:
+    def _ready(self, *, read: bool = True) -> list[Parts]:
         if self._engine is None or self._path is None:
             return []
-        self._engine.receive()
+        if read:
+            self._engine.receive()
         with self._engine.lock:
             messages, outcomes = self._path.ready(time.monotonic())
         for outcome in outcomes:

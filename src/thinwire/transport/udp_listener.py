@@ -75,7 +75,7 @@ class UdpListener(Listener):
                 found += self._arrived(peer, parts)
             except TransportError as error:
                 log.warning("a worker's message is discarded: %s", error)
-        found += self._ready()
+        found += self._ready(read=self._tcp.watched)
         if not found and timeout and self._engine.sleep_while_arriving():
             return self._ready()
         return found
@@ -119,9 +119,10 @@ class UdpListener(Listener):
         self._forgotten.pop(peer, None)
         self._unreachable.discard(peer)
 
-    def _ready(self) -> list[tuple[Peer, Parts]]:
+    def _ready(self, *, read: bool = True) -> list[tuple[Peer, Parts]]:
         """Messages that are complete or in turn; reports go to their listener first."""
-        self._engine.receive()
+        if read:
+            self._engine.receive()
         found: list[tuple[Peer, list[Buffer]]] = []
         reports = []
         with self._engine.lock:
