@@ -52,30 +52,69 @@ double stamp_of([[maybe_unused]] msghdr& message) {
   return double(when.tv_sec) + 1e-9 * double(when.tv_nsec);
 }
 
+#ifndef __linux__
+// The same by as many calls as there are datagrams.
+struct mmsghdr {
+  msghdr msg_hdr;
+  unsigned msg_len;
+};
+
+int recvmmsg(int socket, mmsghdr* messages, unsigned wanted, int flags, void*) {
+  for (unsigned i = 0; i < wanted; ++i) {
+    const ssize_t size = recvmsg(socket, &messages[i].msg_hdr, flags);
+    if (size < 0) return i ? int(i) : -1;
+    messages[i].msg_len = unsigned(size);
+  }
+  return int(wanted);
+}
+#endif
+
+// Room for datagrams that are read by one call; each thread keeps its own.
+struct Rows {
+  static constexpr size_t kCount = 32;
+  std::vector<char> buffers;
+  sockaddr_storage from[kCount];
+  alignas(cmsghdr) char control[kCount][64];
+  iovec into[kCount];
+  mmsghdr messages[kCount];
+
+  void prepare(size_t count, size_t largest) {
+    if (buffers.size() < kCount * largest) buffers.resize(kCount * largest);
+    for (size_t i = 0; i < count; ++i) {
+      into[i] = {buffers.data() + i * largest, largest};
+      msghdr& header = messages[i].msg_hdr;
+      header = {};
+      header.msg_name = &from[i], header.msg_namelen = sizeof from[i];
+      header.msg_iov = &into[i], header.msg_iovlen = 1;
+      header.msg_control = control[i], header.msg_controllen = sizeof control[i];
+    }
+  }
+};
+
 // Up to `most` datagrams, as (what `split` makes, who sent it, when it came); and how many were too short, and foreign.
 nb::tuple receive(int socket, size_t most, size_t largest, const nb::bytes& prefix, size_t least) {
   const std::string_view begins(prefix.c_str(), prefix.size());
-  std::vector<char> buffer(largest);
+  thread_local Rows rows;
   nb::list found;
   size_t truncated = 0, foreign = 0;
-  for (size_t i = 0; i < most; ++i) {
-    sockaddr_storage from;
-    alignas(cmsghdr) char control[64];
-    iovec into{buffer.data(), buffer.size()};
-    msghdr message{};
-    message.msg_name = &from, message.msg_namelen = sizeof from;
-    message.msg_iov = &into, message.msg_iovlen = 1;
-    message.msg_control = control, message.msg_controllen = sizeof control;
-    const ssize_t size = recvmsg(socket, &message, MSG_DONTWAIT);
-    if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EBADF)) break;
-    if (size < 0) continue;  // somebody answered that a port is closed
-    const std::string_view datagram(buffer.data(), size_t(size));
-    if (!ours(datagram, begins, least)) {
-      ++(datagram.size() < least ? truncated : foreign);
-      continue;
+  for (size_t read = 0; read < most;) {
+    const size_t wanted = std::min(Rows::kCount, most - read);
+    rows.prepare(wanted, largest);
+    const int count = recvmmsg(socket, rows.messages, unsigned(wanted), MSG_DONTWAIT, nullptr);
+    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EBADF)) break;
+    read += size_t(std::max(count, 1));
+    if (count < 0) continue;  // somebody answered that a port is closed
+    for (size_t i = 0; i < size_t(count); ++i) {
+      const std::string_view datagram(static_cast<char*>(rows.into[i].iov_base), rows.messages[i].msg_len);
+      if (!ours(datagram, begins, least)) {
+        ++(datagram.size() < least ? truncated : foreign);
+        continue;
+      }
+      msghdr& header = rows.messages[i].msg_hdr;
+      nb::bytes origin(reinterpret_cast<const char*>(&rows.from[i]), header.msg_namelen);
+      found.append(nb::make_tuple(split(datagram, begins), origin, stamp_of(header)));
     }
-    nb::bytes origin(reinterpret_cast<const char*>(&from), message.msg_namelen);
-    found.append(nb::make_tuple(split(datagram, begins), origin, stamp_of(message)));
+    if (size_t(count) < wanted) break;
   }
   return nb::make_tuple(found, truncated, foreign);
 }

@@ -103,7 +103,10 @@ class Pacer:
     @property
     def rate(self) -> float:
         """Bytes a second in the long run, the receiver's share aside."""
-        return min(self.window * self._size / max(self.trip or _FIRST_TRIP, 1e-3), self._arriving)
+        return self._rate(self._arriving)
+
+    def _rate(self, arriving: float) -> float:
+        return min(self.window * self._size / max(self.trip or _FIRST_TRIP, 1e-3), arriving)
 
     @property
     def _arriving(self) -> float:
@@ -151,11 +154,11 @@ class Pacer:
 
     def _fit(self, grant: int) -> None:
         """What was learned becomes rates and depths."""
+        arriving, burst, shared = self._arriving, BURST * self._size, grant or _MOST
         # A timer of a millisecond's resolution must be able to keep a fast link busy.
-        self._even.rate, self._even.depth = self._arriving, max(BURST * self._size, 0.002 * self._arriving)
-        self._windows.rate, self._windows.depth = self.rate, self.window * self._size
-        self._shared.rate = grant or _MOST
-        self._shared.depth = max(BURST * self._size, _SAVED * self._shared.rate)
+        self._even.rate, self._even.depth = arriving, max(burst, 0.002 * arriving)
+        self._windows.rate, self._windows.depth = self._rate(arriving), self.window * self._size
+        self._shared.rate, self._shared.depth = shared, max(burst, _SAVED * shared)
 
     def _crowded(self, seen: Seen) -> bool:
         """A queue stands, and its end was reached."""
@@ -182,6 +185,8 @@ class Pacer:
 
     def _overrun(self, seen: Seen, usual: float) -> bool:
         """Far more was lost than usual and the rest came far apart: a queue too short to show as a delay."""
+        if not seen.lost:
+            return False
         expected = seen.sent * usual
         excess = seen.lost > expected + 4.0 * (expected * (1.0 - usual)) ** 0.5 + 4.0
         return excess and seen.span > 1.3 * seen.took
