@@ -20,7 +20,7 @@ from thinwire.transport.pacing import BURST
 
 PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 # How often each way is tried where at most so much is lost.
-_ROUNDS, _LITTLE = 3, 0.05
+_ROUNDS, _LITTLE = 5, 0.05
 Bars = dict[str, tuple[float, float]]
 
 
