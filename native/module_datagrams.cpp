@@ -52,18 +52,24 @@ double stamp_of([[maybe_unused]] msghdr& message) {
   return double(when.tv_sec) + 1e-9 * double(when.tv_nsec);
 }
 
-#ifndef __linux__
-// The same by as many calls as there are datagrams.
-struct mmsghdr {
+#ifdef __linux__
+using Row = mmsghdr;
+
+int receive_rows(int socket, Row* rows, unsigned wanted) {
+  return recvmmsg(socket, rows, wanted, MSG_DONTWAIT, nullptr);
+}
+#else
+struct Row {
   msghdr msg_hdr;
   unsigned msg_len;
 };
 
-int recvmmsg(int socket, mmsghdr* messages, unsigned wanted, int flags, void*) {
+// The same by as many calls as there are datagrams.
+int receive_rows(int socket, Row* rows, unsigned wanted) {
   for (unsigned i = 0; i < wanted; ++i) {
-    const ssize_t size = recvmsg(socket, &messages[i].msg_hdr, flags);
+    const ssize_t size = recvmsg(socket, &rows[i].msg_hdr, MSG_DONTWAIT);
     if (size < 0) return i ? int(i) : -1;
-    messages[i].msg_len = unsigned(size);
+    rows[i].msg_len = unsigned(size);
   }
   return int(wanted);
 }
@@ -76,7 +82,7 @@ struct Rows {
   sockaddr_storage from[kCount];
   alignas(cmsghdr) char control[kCount][64];
   iovec into[kCount];
-  mmsghdr messages[kCount];
+  Row messages[kCount];
 
   void prepare(size_t count, size_t largest) {
     if (buffers.size() < kCount * largest) buffers.resize(kCount * largest);
@@ -100,7 +106,7 @@ nb::tuple receive(int socket, size_t most, size_t largest, const nb::bytes& pref
   for (size_t read = 0; read < most;) {
     const size_t wanted = std::min(Rows::kCount, most - read);
     rows.prepare(wanted, largest);
-    const int count = recvmmsg(socket, rows.messages, unsigned(wanted), MSG_DONTWAIT, nullptr);
+    const int count = receive_rows(socket, rows.messages, unsigned(wanted));
     if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EBADF)) break;
     read += size_t(std::max(count, 1));
     if (count < 0) continue;  // somebody answered that a port is closed

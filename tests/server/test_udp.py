@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,6 +23,9 @@ from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport import udp_listener
 from thinwire.transport.addresses import listen
+from thinwire.transport.base import Buffer
+from thinwire.transport.envelope import Kind, read_envelope, read_records
+from thinwire.transport.tcp import TcpConnection
 
 
 def one_layer() -> nn.Module:
@@ -121,6 +126,41 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
             torch.testing.assert_close(applied + held[0] + held[1], one + two, rtol=0.0, atol=2e-2)
         meeting.wait(60)
         crew.join()
+
+
+def lose_a_report(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One message with nothing but reports is lost, as with a connection, when a worker has said forty things."""
+    lost: list[str] = []
+    said: Counter[int] = Counter()
+    true = TcpConnection.send
+
+    def send(self: TcpConnection, parts: Sequence[Buffer]) -> None:
+        said[id(self)] += 1
+        envelope = read_envelope(parts)
+        if not lost and said[id(self)] > 40 and envelope is not None and envelope.kind is Kind.BATCH:
+            records = read_records(envelope.session, envelope.parts[0])
+            if {record.kind for record in records} == {Kind.REPORT}:
+                lost.append("a report")
+                return
+        true(self, parts)
+
+    monkeypatch.setattr(TcpConnection, "send", send)
+    return lost
+
+
+@pytest.mark.parametrize("mode", ["bsp", "async"])
+def test_a_report_that_is_lost_with_a_connection_ends_the_session_and_nothing_else(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = lose_a_report(monkeypatch)
+    model = small_net()
+    server = Server(model, sgd(model), expect=2, codec=0.1, cut=2000, mode=mode)  # type: ignore[arg-type]
+    crew = Crew()
+    with serving(server, max_steps=60, transport="udp") as address:
+        for slot in range(2):
+            crew.start(lambda slot=slot: train(address, slot))
+        crew.join()
+    assert lost and server.members.left >= 1 and server.clock.step >= 60
 
 
 def test_words_of_the_command_line() -> None:

@@ -3,6 +3,7 @@
 import errno
 import socket
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from thinwire.transport import path
 from thinwire.transport.control import Outgoing
 from thinwire.transport.dispatch import Sending
 from thinwire.transport.engine import _STAMP, Engine, _runs, open_socket
-from thinwire.transport.envelope import Kind, read_envelope, read_records
+from thinwire.transport.envelope import Envelope, Kind, pack_control, pack_end, read_envelope, read_records
 from thinwire.transport.gathering import Gathering, Group
+from thinwire.transport.intake import Intake
 from thinwire.transport.path import Path
 from thinwire.transport.sealing import OVERHEAD, PREFIX, Split, new_keys, split
 
@@ -49,11 +51,16 @@ def test_padding_is_taken_off_again(pieces: list[bytes]) -> None:
     assert found == dict(enumerate(pieces))
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from([0.1, 0.2, 1.1])), max_size=30))
-def test_datagrams_read_together_are_the_same_as_one_by_one(rows: list[tuple[int, int, float]]) -> None:
-    """Whatever their order, how often they come, and where a span of time ends."""
-    plains = [_native.pack_data(m, i, 5, b"h", [bytes([m, i])], 0.05, 0)[0] for m, i, _ in rows]
-    stamps = sorted(stamp for _, _, stamp in rows)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(0, 4), st.sampled_from([0.1, 0.2, 1.1]), st.floats(0.0, 0.09)),
+        max_size=30,
+    )
+)
+def test_datagrams_read_together_are_the_same_as_one_by_one(rows: list[tuple[int, int, float, float]]) -> None:
+    """Whatever their order, how often they come, how long they take and where a span of time ends."""
+    plains = [_native.pack_data(m, i, 5, b"h", [bytes([m, i])], sent, 0)[0] for m, i, _, sent in rows]
+    stamps = sorted(stamp for _, _, stamp, _ in rows)
     groups, broken = _native.read_data(plains, stamps, 1.0)
     assert broken == 0
     assert all(int(first) == int(last) for *_, first, last in groups)
@@ -67,6 +74,7 @@ def gathered(groups: list[Group]) -> Any:
         gathering.add(group)
     # What comes twice may be the last of its group: times are told of messages that came once.
     times = {} if gathering.repeated else {n: m.stamps for n, m in gathering.open.items()}
+    assert all(m.queue >= 0.0 for m in gathering.open.values())
     return {n: m.pieces for n, m in gathering.open.items()}, times, gathering.received, gathering.repeated
 
 
@@ -78,6 +86,50 @@ def test_what_makes_no_sense_in_a_batch_is_counted(cut: int, at: int, bit: int) 
     groups, broken = _native.read_data([plains[0], bytes(changed[:cut]), plains[2]], [2.0] * 3, 1.0)
     assert sum(len(group[3]) + group[4] for group in groups) + broken == 3
     assert sum(len(group[3]) for group in groups if group[0] == 9) >= 2
+
+
+def test_the_least_time_of_flight_of_a_group_is_told() -> None:
+    plains = [_native.pack_data(1, i, 3, b"", [b"x"], sent, 0)[0] for i, sent in enumerate((4.0, 4.75, 4.5))]
+    ((*_, flight, first, last),), _ = _native.read_data(plains, [5.0, 5.125, 5.25], 1.0)
+    assert (flight, first, last) == (0.375, 5.0, 5.25)
+
+
+def test_pieces_of_several_paths_with_words_between_them() -> None:
+    """Each goes to its own path, and a word is heard after the pieces that came before it."""
+    sides = {}
+    for session in (7, 8):
+        keys = new_keys()
+        sides[session] = [Path(session, keys, server=server, mtu=1400) for server in (False, True)]
+    intake = Intake({session: server for session, (_, server) in sides.items()}, Counter(), finds=True)
+    rows: list[tuple[Split, bytes, float]] = []
+    for i in range(3):
+        for session, (worker, _) in sides.items():
+            pieces = worker.sealer.seal_all(_native.pack_data(1, i, 3, b"h", [bytes([session, i])], 1.0, 0))
+            rows += [(found, bytes([session]), 2.0 + i) for each in pieces if (found := split(each)) is not None]
+    word = Envelope(Kind.WORD, 8, 1, [pack_end(1, 3, 6, b"h")]).as_record()
+    late = split(sides[8][0].sealer.seal(pack_control(1, [word])))
+    assert late is not None
+    assert intake.take([*rows[:5], (late, bytes([8]), 5.0), *rows[5:]])
+    for session, (_, server) in sides.items():
+        assert server.gathering.open[1].pieces == {i: bytes([session, i]) for i in range(3)}
+        assert server.gathering.open[1].whole and server.origin == bytes([session])
+    message = sides[8][1].gathering.open[1]
+    assert message.ended is not None and message.ended <= message.last  # its last piece came after the word
+    assert sides[7][1].gathering.open[1].ended is None
+
+
+@pytest.mark.parametrize("count", [0, 31, 32, 33, 64, 100])
+def test_as_many_are_read_as_there_are(count: int) -> None:
+    worker, _ = paths()
+    with open_socket(socket.AF_INET) as sink, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sink.bind(("127.0.0.1", 0))
+        sock.connect(sink.getsockname())
+        sealed = worker.sealer.seal_all([bytes([i]) * (i + 1) for i in range(count)])
+        for datagram in sealed:
+            sock.send(datagram)
+        found, truncated, foreign = _native.receive_datagrams(sink.fileno(), 128, 9216, PREFIX, OVERHEAD)
+        assert [parts for parts, _, _ in found] == [split(each) for each in sealed]
+        assert truncated == foreign == 0
 
 
 def test_a_piece_that_does_not_fit_is_refused() -> None:

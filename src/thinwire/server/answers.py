@@ -1,15 +1,17 @@
 """Answers: pulls that wait until their part is fresh enough, and what is then sent, in the order of the policy."""
 
-from collections.abc import Callable, Sequence
+import logging
 
 from thinwire.server.clock import Clock
 from thinwire.server.layers import Layout
 from thinwire.server.lossy_views import LossyViews
 from thinwire.server.members import Member
 from thinwire.server.messages import Kind, Message, MessageError
+from thinwire.server.post import Post
 from thinwire.server.schedule import Request
 from thinwire.server.views import Views
-from thinwire.transport.base import Buffer
+
+log = logging.getLogger("thinwire.server")
 
 # What an answer is taken to be before the first of its part is known.
 GUESS = 1 << 18
@@ -23,11 +25,9 @@ class Answers:
         layout: Layout,
         clock: Clock,
         views: Views,
-        send: Callable[[Member, Message], None],
-        send_pieces: Callable[[Member, Message, Sequence[Buffer]], int | None],
+        post: Post,
     ) -> None:
-        self._layout, self._clock, self._views = layout, clock, views
-        self._send, self._send_pieces = send, send_pieces
+        self._layout, self._clock, self._views, self._post = layout, clock, views, post
         self._places = list(layout.places())
         self._sizes: dict[tuple[int, int], int] = {}
 
@@ -66,7 +66,12 @@ class Answers:
             whole = request.part < 0
             layer, part = request.layer, ~request.part if whole else request.part
             number = self._layout.numbers[layer, part]
-            answer = self._views.answer(member.session, layer, part, whole=whole)
+            try:
+                answer = self._views.answer(member.session, layer, part, whole=whole)
+            except MessageError as error:  # found while somebody else's message is handled: it is not that one's fault
+                log.warning("%s cannot be answered: %s", member.label, error)
+                self._post.lost.append(member)
+                return
             if answer.whole == (not self._views.deltas):
                 self._sizes[layer, part] = answer.size
             member.pool.sent(request, answer.size)
@@ -79,9 +84,7 @@ class Answers:
             kind = Kind.WHOLE if answer.whole else Kind.DELTA
             message = Message(kind, member.session, layer, part, request.clock, edition, answer.body)
             if isinstance(self._views, LossyViews) and not answer.whole:
-                ticket = self._send_pieces(member, message, answer.shards)
+                ticket = self._post.send_pieces(member, message, answer.shards)
                 self._views.under_way(member.session, layer, part, member.peer, ticket)
-                if ticket is None:  # nobody will report on it
-                    member.pool.done(answer.size)
             else:
-                self._send(member, message)
+                self._post.send(member, message)

@@ -42,7 +42,10 @@ class Copies:
         return views
 
     def take(self, layout: Layout, layer: int, part: int, body: Buffer, *, whole: bool, lossy: bool = False) -> int:
-        """Bring a part up to date with what the server sent, of which pieces may be missing; returns its bytes."""
+        """Bring a part up to date with what the server sent, of which pieces may be missing.
+
+        Returns the bytes for which a receipt is due: none where the transport has reported.
+        """
         self.last_layout = layout
         pieces = layout.layers[layer].parts[part]
         rows = [self._rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
@@ -50,7 +53,7 @@ class Copies:
         if lossy and not whole:
             arrived = Arrived(body, [row.numel() for row in rows], exact=True)
             arrived.add_to(rows)
-            size = arrived.size
+            size = 0 if arrived.reported else arrived.size
         else:
             (take_whole if whole else take_delta)(body, rows)
         for piece, row in zip(pieces, rows, strict=True):

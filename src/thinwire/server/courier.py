@@ -239,7 +239,5 @@ class Courier:
             raise MessageError(f"the server sent a part {part} of a layer {layer}, which does not exist")
         self.pace.answered(message.clock)
         whole, lossy = message.kind is Kind.WHOLE, self._line.connection.piece_bytes is not None
-        size = self.copies.take(session.layout, layer, part, message.body, whole=whole, lossy=lossy)
-        if whole or not lossy:  # on a delta in pieces the transport reports
-            self._taken += size
+        self._taken += self.copies.take(session.layout, layer, part, message.body, whole=whole, lossy=lossy)
         self.standing.arrive(session, message, self.pace)

@@ -82,8 +82,19 @@ class Desk:
             return
         try:
             self._answers.got(member, settled[1])
-        except MessageError as error:
+        except (MessageError, FrameError) as error:
             self._refuse(peer, member, error)
+
+    def missed(self, peer: Peer) -> None:
+        """Something of a worker's was lost with a connection, perhaps a report, which nothing else would show."""
+        member = self._members.by_peer(peer)
+        if member is not None:
+            self._begin_again(member)
+
+    def _begin_again(self, member: Member) -> None:
+        reason = "messages were lost on the way"
+        self._attendance.drop(member, reason)
+        self._attendance.forget(member.peer, member.session, reason)
 
     def _refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
         self._post.refuse(peer, member, error)
@@ -100,9 +111,7 @@ class Desk:
 
     def _of_member(self, member: Member, message: Message, size: int) -> None:
         if not member.counter.follows(message):
-            reason = "messages were lost on the way"
-            self._attendance.drop(member, reason)
-            self._attendance.forget(member.peer, message.session, reason)
+            self._begin_again(member)
             return
         member.received += size
         handler = self._handlers.get(message.kind)

@@ -39,7 +39,7 @@ class Arrived:
             pieces = unpack(body)
         except TransportError as error:
             raise MessageError(str(error)) from None
-        self.size, self.lost = pieces.total, pieces.count - len(pieces.arrived)
+        self.size, self.lost, self.reported = pieces.total, pieces.count - len(pieces.arrived), pieces.reported
         self.non_finite = any(piece == NON_FINITE for piece in pieces.arrived.values())
         found = [] if self.non_finite else sorted(pieces.arrived.items())
         self._shards = ShardReader([piece for _, piece in found], numels, exact=exact)

@@ -27,7 +27,6 @@ class _Under:
     worker: int
     place: Place
     shards: list[Buffer]
-    ticket: tuple[Peer, int] | None = None
 
 
 class LossyViews(Views):
@@ -53,8 +52,9 @@ class LossyViews(Views):
         if (worker, place) in self._under and not whole:
             raise MessageError(f"part {part} of layer {layer} was asked for before its last delta was reported")
         made = super().answer(worker, layer, part, whole=whole)
-        if made.whole:
-            self._forget_delta(worker, place)
+        if made.whole:  # its ticket is kept: what was sent before must still be accounted for
+            self._owed.pop((worker, place), None)
+            self._under.pop((worker, place), None)
             return made
         if NON_FINITE in made.shards:  # said in full: the worker will see it
             return Answer(made.edition, True, all_bytes(self._values[layer][part]))
@@ -66,21 +66,21 @@ class LossyViews(Views):
 
     def under_way(self, worker: int, layer: int, part: int, peer: Peer, ticket: int | None) -> None:
         """The last answer was sent under this ticket; None: all of it will arrive."""
-        under = self._under[worker, (layer, part)]
         if ticket is None:
             del self._under[worker, (layer, part)]
         else:
-            under.ticket = peer, ticket
-            self._tickets[peer, ticket] = under
+            self._tickets[peer, ticket] = self._under[worker, (layer, part)]
 
     def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
         """It is known what a worker did not get of a delta: it is owed that. Returns the worker, and bytes sent."""
         under = self._tickets.pop((peer, ticket), None)
         if under is None:
             return None
-        del self._under[under.worker, under.place]
-        if lost:
-            self._owed[under.worker, under.place] = self._positions(under, lost)
+        key = under.worker, under.place
+        if self._under.get(key) is under:
+            del self._under[key]
+            if lost:
+                self._owed[key] = self._positions(under, lost)
         return under.worker, sum(map(len, under.shards))
 
     def owed(self, worker: int, layer: int, part: int) -> Owed:
@@ -89,14 +89,11 @@ class LossyViews(Views):
 
     def forget(self, worker: int) -> None:
         for place in self._at:
-            self._forget_delta(worker, place)
+            self._owed.pop((worker, place), None)
+            self._under.pop((worker, place), None)
+        for ticket in [ticket for ticket, under in self._tickets.items() if under.worker == worker]:
+            del self._tickets[ticket]
         super().forget(worker)
-
-    def _forget_delta(self, worker: int, place: Place) -> None:
-        self._owed.pop((worker, place), None)
-        under = self._under.pop((worker, place), None)
-        if under is not None and under.ticket is not None:
-            self._tickets.pop(under.ticket, None)
 
     def _positions(self, under: _Under, lost: frozenset[int]) -> Owed:
         numels = self._layout.numels(*under.place)

@@ -59,6 +59,9 @@ class Post:
         for waiting in members.waiting.values():
             self.tell(waiting.peer, with_json(Kind.STOP, reason=reason))
         left = {member.peer for member in members.active.values()}
+        # Nothing follows from reports any more.
+        self.listener.on_report = lambda peer, ticket, lost: None
+        self.listener.on_gap = lambda peer: None
         deadline = time.monotonic() + seconds
         while left and time.monotonic() < deadline:
             for peer, parts in self.listener.poll(0.1):

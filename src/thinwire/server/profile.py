@@ -23,6 +23,7 @@ class Profiler:
         self._pace.keep = True
         self._forward: list[dict[int, float]] = [{} for _ in worker.layers]  # by step
         self._begun = [0.0] * len(worker.layers)
+        self._inside = [0] * len(worker.layers)  # modules of a layer that are at work, one in the other
         self._handles: list[Any] = []
         for i, name in ((i, name) for i, names in enumerate(worker.modules) for name in names):
             module = worker.model.get_submodule(name)
@@ -31,11 +32,15 @@ class Profiler:
             self._handles.append(module.register_forward_hook(lambda *_, i=i: self._end(i)))
 
     def _begin(self, layer: int) -> None:
-        self._begun[layer] = time.monotonic()
+        if not self._inside[layer]:
+            self._begun[layer] = time.monotonic()
+        self._inside[layer] += 1
 
     def _end(self, layer: int) -> None:
-        step, spent = self._worker.clock, time.monotonic() - self._begun[layer]
-        self._forward[layer][step] = self._forward[layer].get(step, 0.0) + spent
+        self._inside[layer] -= 1
+        if self._inside[layer] == 0 and self._worker.model.training:  # evaluations are no part of a step
+            step, spent = self._worker.clock, time.monotonic() - self._begun[layer]
+            self._forward[layer][step] = self._forward[layer].get(step, 0.0) + spent
 
     def layers(self) -> list[LayerTimes]:
         """In the order of the layers."""

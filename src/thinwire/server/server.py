@@ -194,7 +194,7 @@ class Server:
         if listener.piece_bytes is not None:  # deltas may arrive in part
             self.views = LossyViews.of(self.views, listener.piece_bytes)
             self._reception.door.pieces = True
-        answers = Answers(self.layout, self.clock, self.views, self._post.send, self._post.send_pieces)
+        answers = Answers(self.layout, self.clock, self.views, self._post)
         self._progress = Progress(
             self.layout, self.clock, self._aggregator, self.views, answers, self.members, self._note_step
         )
@@ -214,7 +214,7 @@ class Server:
             on_figures=self._on_figures,
             settle=self.views.settle,
         )
-        listener.on_report = self._desk.reported
+        listener.on_report, listener.on_gap = self._desk.reported, self._desk.missed
 
     def _turn(self, timeout: float) -> None:
         arrived = self._post.listener.poll(timeout)

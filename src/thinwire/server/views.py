@@ -27,7 +27,7 @@ class Node:
     followers: int = 0
     # What leads to the newest edition that was asked for, as a frame or as shards, and that edition's node.
     delta: "tuple[Buffer | list[bytes], Node] | None" = None
-    gone: bool = False  # its values have become those of a later node
+    gone: bool = False  # its values have become those of a later node, or may become those of any
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Views:
         self._at: dict[tuple[int, int], dict[int, Node]] = {place: {} for place in layout.places()}
         self._bodies: dict[tuple[int, int], tuple[int, Buffer]] = {}
         # Memory that is used again: new memory for each delta costs as much time as the delta, in page faults.
-        self._missing: dict[str, Tensor] = {}
+        self._missing = torch.empty(0)
         self._spare: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
@@ -122,10 +122,8 @@ class Views:
         edition = self._editions[layer, part]
         if node.delta is None or node.delta[1].edition != edition or node.delta[1].gone:
             pieces = self._layout.layers[layer].parts[part]
-            missing = {
-                piece.name: self._difference(piece.name, mine, theirs)
-                for piece, mine, theirs in zip(pieces, self._values[layer][part], node.values, strict=True)
-            }
+            names = [piece.name for piece in pieces]
+            missing = self._differences(names, self._values[layer][part], node.values)
             after = Node(edition, node.values if alone else self._copied((layer, part), node.values))
             node.gone = alone
             node.delta = self._encode(missing, after.values, edition), after
@@ -146,12 +144,16 @@ class Views:
             self._bodies[layer, part] = self._editions[layer, part], body
         return body
 
-    def _difference(self, name: str, mine: Tensor, theirs: Tensor) -> Tensor:
-        """What a view lacks of a piece; until the next call."""
-        held = self._missing.get(name)
-        if held is None:
-            held = self._missing[name] = torch.empty_like(mine)
-        return torch.sub(mine, theirs, out=held)
+    def _differences(self, names: list[str], mine: Sequence[Tensor], theirs: list[Tensor]) -> dict[str, Tensor]:
+        """What a view lacks of a part's pieces; until the next call."""
+        sizes = [value.numel() for value in mine]
+        if self._missing.numel() < sum(sizes):
+            self._missing = torch.empty(sum(sizes))
+        rows = self._missing[: sum(sizes)].split(sizes)
+        return {
+            name: torch.sub(ours, their, out=row)
+            for name, ours, their, row in zip(names, mine, theirs, rows, strict=True)
+        }
 
     def _copied(self, place: tuple[int, int], values: list[Tensor]) -> list[Tensor]:
         copies = self._spare.pop(place, None)

@@ -61,7 +61,8 @@ class Worker:
         self._session: Session | None = None
         self._handles: list[Any] = []
         self._pushed: set[int] = set()  # layers of this step
-        self._fired: set[int] = set()  # layers whose modules were called in this step
+        self._fired: set[int] = set()  # layers of which a module was called in this step
+        self._called: set[str] = set()  # those modules
         self._watch = Stopwatch(self._courier.pace)
         self._accumulating = False
         self._courier.start()
@@ -94,12 +95,14 @@ class Worker:
         self._pushed.clear()
         for waiting in self._pending:
             waiting.clear()
-        fired = set(self._fired)
+        # A module that is not called shows nobody when its parameters are used.
+        called = [self._called.issuperset(layer.modules) for layer in session.layout.layers]
         self._fired.clear()
+        self._called.clear()
         if self._courier.standing.lost or self._courier.standing.session is None:
             self._synchronise()
             return
-        early = [i for i in layers if not self.overlap or i not in fired]
+        early = [i for i in layers if not self.overlap or not called[i]]
         if early:
             self._await(early)
 
@@ -212,6 +215,7 @@ class Worker:
         self._session, self.clock = session, session.first
         self._pushed.clear()
         self._fired.clear()
+        self._called.clear()
         self._pending: list[set[str]] = [set() for _ in session.layout.layers]
         self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
 
@@ -228,16 +232,17 @@ class Worker:
             return
         for parameter in self._parameters.values():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
-        for module in self.model.modules():
+        for name, module in self.model.named_modules():
             # A tied parameter is a layer's, and others' as well: whichever comes first must wait for it.
             own = {self._names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._names}
-            layers = sorted({self._layer_of[name] for name in own})
+            layers = sorted({self._layer_of[parameter] for parameter in own})
             if layers:
                 self._handles.append(
-                    module.register_forward_pre_hook(lambda *_, layers=layers: self._on_forward(layers))
+                    module.register_forward_pre_hook(lambda *_, name=name, at=layers: self._on_forward(name, at))
                 )
 
-    def _on_forward(self, layers: list[int]) -> None:
+    def _on_forward(self, module: str, layers: list[int]) -> None:
+        self._called.add(module)
         new = [layer for layer in layers if layer not in self._fired]
         if new and self.stopped is None:
             self._fired.update(new)

@@ -23,6 +23,8 @@ class Listener(ABC):
     piece_bytes: int | None = None
     # Told which pieces of a message were lost: the peer, the ticket, and the pieces.
     on_report: Callable[[Peer, int, frozenset[int]], None] = staticmethod(lambda peer, ticket, lost: None)
+    # Told that something of a peer's, perhaps a report, was lost for good, with a connection.
+    on_gap: Callable[[Peer], None] = staticmethod(lambda peer: None)
 
     @property
     @abstractmethod

@@ -200,6 +200,7 @@ class Incoming:
         self._early: dict[int, Envelope] = {}
         self._reports: dict[int, list[Report]] = {}  # of those, read
         self._sure = 0  # the highest number that came reliably: what is missing before it never will
+        self.gaps = 0  # how often something was passed over
 
     def arrive(self, envelope: Envelope, *, reliable: bool) -> bool:
         """Take an envelope in, by either way; False if it is here already or too far ahead."""
@@ -224,7 +225,7 @@ class Incoming:
     def current(self) -> Envelope | None:
         """The envelope in turn, if it is here; what was lost with a connection is passed over."""
         if self.due < self._sure and self.due not in self._early:
-            self.due = min(self._early)
+            self.due, self.gaps = min(self._early), self.gaps + 1
         return self._early.get(self.due)
 
     def reports(self) -> list[Report]:

@@ -43,6 +43,9 @@ class Intake:
             if self._finds and path.origin != origin:
                 news |= _found(path, origin)
             if plain[:1] != _DATA:
+                if path is run:  # a word on pieces that came before it
+                    news |= self._take_pieces(run, plains, stamps)
+                    run = None
                 news |= self._take_other(path, plain)
                 continue
             if path is not run:

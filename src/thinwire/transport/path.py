@@ -79,6 +79,11 @@ class Path:
         return self._out.waiting and (self._level > 0 or now >= self._out.since + self._patience(now)[1])
 
     @property
+    def gaps(self) -> int:
+        """How often what the other side sent was lost for good."""
+        return self._in.gaps
+
+    @property
     def has_news(self) -> bool:
         """Whether anything came that `ready` has not handed over."""
         return bool(self.gathering.open) or self._in.waiting
@@ -217,7 +222,7 @@ class Path:
             grant = self._shares.grant(message.stamps[1])
         self._reports.append(Report(message.number, message.count, lost, hold, message.queue, span, grant).pack())
         total = sum(map(len, message.pieces.values())) if message.whole else message.total
-        return [message.head, pack(message.count, total, sorted(message.pieces.items()))]
+        return [message.head, pack(message.count, total, sorted(message.pieces.items()), reported=True)]
 
     def _gives_up(self, message: Message) -> float:
         return (message.ended or 0.0) + self.gathering.lateness.wait

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer
 
-# Pieces that were sent, and their bytes.
-_HEAD = struct.Struct("<HI")
+# Whether the transport reports on them; pieces that were sent, and their bytes.
+_HEAD = struct.Struct("<?HI")
 _PIECE = struct.Struct("<HH")
 MOST_PIECES = 0xFFFF
 
@@ -23,11 +23,12 @@ class Pieces:
     count: int
     total: int
     arrived: dict[int, memoryview]
+    reported: bool = False  # whether the sender hears of it without being told
 
 
-def pack(count: int, total: int, arrived: Iterable[tuple[int, Buffer]]) -> bytes:
+def pack(count: int, total: int, arrived: Iterable[tuple[int, Buffer]], *, reported: bool = False) -> bytes:
     """One buffer with the pieces that arrived."""
-    rows: list[Buffer] = [_HEAD.pack(count, total)]
+    rows: list[Buffer] = [_HEAD.pack(reported, count, total)]
     for index, piece in arrived:
         rows += [_PIECE.pack(index, len(piece)), piece]
     return b"".join(rows)
@@ -43,7 +44,7 @@ def unpack(body: Buffer) -> Pieces:
     view = memoryview(body)
     if len(view) < _HEAD.size:
         raise TransportError("a message in pieces is too short")
-    count, total = _HEAD.unpack_from(view)
+    reported, count, total = _HEAD.unpack_from(view)
     arrived: dict[int, memoryview] = {}
     at = _HEAD.size
     while at < len(view):
@@ -55,4 +56,4 @@ def unpack(body: Buffer) -> Pieces:
             raise TransportError(f"piece {index} of {count} makes no sense")
         arrived[index] = view[at : at + length]
         at += length
-    return Pieces(count, total, arrived)
+    return Pieces(count, total, arrived, reported)

@@ -129,12 +129,15 @@ class UdpConnection(Connection):
         if self._engine is None or self._path is None:
             return
         now = time.monotonic()
-        if all_of_it or self._path.has_words(now):
-            with self._engine.lock:
+        messages: list[list[Buffer]] = []
+        with self._engine.lock:
+            words = all_of_it or self._path.has_words(now)
+            if words:
                 messages = self._path.drain(all_of_it=all_of_it)
                 self._engine.express(self._path)
-            for parts in messages:
-                self._tcp.send(parts)
+        for parts in messages:
+            self._tcp.send(parts)
+        if words:
             self._engine.poke_before(self._path.express_at)
         if now - self._told > TOLD_EVERY and self._path.counts["sent"]:
             self._told = now

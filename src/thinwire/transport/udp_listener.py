@@ -124,26 +124,30 @@ class UdpListener(Listener):
         if read:
             self._engine.receive()
         found: list[tuple[Peer, list[Buffer]]] = []
-        reports = []
+        reports, gaps = [], []
         with self._engine.lock:
             now = time.monotonic()
             for peer, path in self._paths.items():
                 if not path.has_news:
                     continue
+                before = path.gaps
                 messages, outcomes = path.ready(now)
                 found += [(peer, parts) for parts in messages]
                 reports += [(peer, outcome) for outcome in outcomes]
+                gaps += [peer] if path.gaps > before else []
         for peer, outcome in reports:
             self.on_report(peer, outcome.ticket, outcome.lost)
+        for peer in gaps:
+            self.on_gap(peer)
         return [(peer, [memoryview(part) for part in parts]) for peer, parts in found]
 
     def _flush(self, *, all_of_it: bool = False) -> None:
         """Send what was queued since the last time, as few messages."""
         now = time.monotonic()
         for peer, path in list(self._paths.items()):
-            if not all_of_it and not path.has_words(now):
-                continue
             with self._engine.lock:
+                if not all_of_it and not path.has_words(now):
+                    continue
                 messages = path.drain(all_of_it=all_of_it)
                 self._engine.express(path)
             for parts in messages:

@@ -1,0 +1,137 @@
+"""Small modules that travel with the layer before them: they are used, timed and remembered as if they did not."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.server.serving import Crew, serving
+from thinwire.server.layers import Layout
+from thinwire.server.profile import Profiler
+from thinwire.server.server import Server
+from thinwire.server.store import Store, StoreError
+from thinwire.server.worker import Worker
+from thinwire.transport.addresses import connect
+from thinwire.transport.base import Buffer, Connection, Parts
+
+
+class Functional(nn.Module):
+    """Uses a small module's weight without calling it, before the large one that it is joined to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.gain = nn.Linear(100, 100), nn.Linear(4, 10)
+        self.steady: list[bool] = []  # whether the weight was still the same after the large module had been called
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.gain.weight.detach().clone()
+        y = self.body(x * self.gain.weight.sum())
+        self.steady.append(torch.equal(before, self.gain.weight.detach()))
+        loss: Tensor = y.pow(2).mean()
+        return loss
+
+
+class Late(Connection):
+    """Hands everything over a little later than it came."""
+
+    def __init__(self, address: str) -> None:
+        self._inner, self._held = connect(address), list[tuple[float, Parts]]()
+
+    def poll(self, timeout: float) -> list[Parts]:
+        found, now = self._inner.poll(min(timeout, 0.02)), time.monotonic()
+        self._held += [(now + 0.1, parts) for parts in found]
+        due = [parts for when, parts in self._held if when <= now]
+        self._held = [(when, parts) for when, parts in self._held if when > now]
+        return due
+
+    def send(self, parts: Any) -> None:
+        held: list[Buffer] = list(parts)
+        self._inner.send(held)
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_a_module_that_is_not_called_has_its_parameters_when_they_are_used() -> None:
+    model = Functional()
+    server = Server(model, torch.optim.SGD(model.parameters(), lr=0.1), expect=1, codec=None)
+    assert [layer.modules for layer in server.layout.layers] == [("body", "gain")]
+    net = Functional()
+
+    def work(address: str) -> None:
+        with Worker(Late(address), net, "dense") as worker:
+            for _ in range(5):
+                net(torch.randn(3, 100)).backward()
+                worker.step()
+
+    crew = Crew()
+    with serving(server, max_steps=5) as address:
+        crew.start(work, address)
+        crew.join()
+    assert net.steady == [True] * 5
+
+
+class Nested(nn.Module):
+    """Owns a parameter, and small modules that are called within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.a, self.b = nn.Parameter(torch.zeros(100, 100)), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        x = self.b(self.a(x))
+        time.sleep(0.02)
+        return x + self.own.sum()
+
+
+def test_modules_within_modules_are_timed_once() -> None:
+    net = Nested()
+    server = Server(net, torch.optim.SGD(net.parameters(), lr=0.1), expect=1, codec=None)
+    assert [layer.modules for layer in server.layout.layers] == [("", "a", "b")]
+    worked = Nested()
+    done = threading.Event()
+
+    def work(address: str) -> None:
+        with Worker(address, worked, "dense") as worker:
+            profiler = Profiler(worker)
+            for _ in range(4):
+                began = time.monotonic()
+                worked(torch.randn(3, 4)).pow(2).mean().backward()
+                worked.eval()
+                worked(torch.randn(3, 4))  # is not part of the step
+                worked.train()
+                worker.step()
+                took = time.monotonic() - began
+                (layer,) = profiler._forward
+                assert 0.04 <= layer[worker.clock - 1] < took - 0.03
+            profiler.close()
+            done.set()
+
+    crew = Crew()
+    with serving(server, max_steps=4) as address:
+        crew.start(work, address)
+        crew.join()
+    assert done.is_set()
+
+
+def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
+    """Version 1 had a layer for every module: the numbers of parts mean something else."""
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    store, cut = Store(tmp_path), Layout.of(net, 0).cut
+    assert store.save(net, optimizer, cut, 3, {}, {})
+    found = store.load(net, optimizer, cut)
+    assert found is not None and found["step"] == 3
+    state = torch.load(store.path, weights_only=True)
+    torch.save({**state, "version": 1}, store.path)
+    with pytest.raises(StoreError, match="it has version 1, this thinwire reads 2"):
+        store.load(net, optimizer, cut)
