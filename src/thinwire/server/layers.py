@@ -127,21 +127,20 @@ def _elements(part: tuple[Piece, ...]) -> int:
     return sum(map(len, part))
 
 
-def _joined(owned: dict[str, Members]) -> Iterator[tuple[tuple[str, ...], Members]]:
+def _joined(owned: dict[str, Members]) -> list[tuple[tuple[str, ...], Members]]:
     """Modules with the small ones behind them. In the backward pass those are ready before."""
     sizes = {module: sum(p.numel() for _, p in members) for module, members in owned.items()}
     small = min(_FEW, int(_SMALL * sum(sizes.values())))
-    modules: list[str] = []
-    joined = 0  # elements of small modules
+    groups: list[list[str]] = []
+    joined = 0  # elements of small modules in the last group
     for module, size in sizes.items():
-        if modules and joined + size <= small:
+        if groups and joined + size <= small:
+            groups[-1].append(module)
             joined += size
         else:
-            if modules:
-                yield tuple(modules), [each for name in modules for each in owned[name]]
-            modules, joined = [], 0
-        modules.append(module)
-    yield tuple(modules), [each for name in modules for each in owned[name]]
+            groups.append([module])
+            joined = 0
+    return [(tuple(group), [member for module in group for member in owned[module]]) for group in groups]
 
 
 def _parts(members: Members, cut: int) -> Iterator[tuple[Piece, ...]]:

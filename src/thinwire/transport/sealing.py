@@ -72,7 +72,7 @@ class Opener:
             self.rejected["forged"] += 1
             return None
         if age < 0:
-            if age < -1:  # nearly always it is the next one
+            if age < -1:
                 for skipped in range(max(self._newest + 1, counter - WINDOW + 1), counter):
                     self._seen[skipped % WINDOW] = 0
             self._newest = counter
