@@ -67,11 +67,9 @@ class Cluster:
         self.done = 0
         self.frames: list[Frame] = []  # of the last step, by worker
         # Dropout draws from the one generator of the process, so that workers with dropout take turns.
-        draws = any(isinstance(module, nn.Dropout) for module in self.model.modules())
-        self._threads = 1 if draws else threads
-        # The number of threads of torch's operations is set per thread: as many as there are, or one for each.
-        inner = threads if draws else 1
-        self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(inner,))
+        self._threads = 1 if any(isinstance(module, nn.Dropout) for module in self.model.modules()) else threads
+        # One thread for each of torch's operations: two were no faster on a GRU's small ones and took a third more.
+        self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def close(self) -> None:
         """Let go of the threads."""

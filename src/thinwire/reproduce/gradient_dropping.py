@@ -33,6 +33,8 @@ from thinwire.reproduce.study import Study
 from thinwire.reproduce.workshop import Workshop
 
 WORKERS = 4
+# Of translation, at the full scale. After 10 the dense run still gained, and 99 % dropped was 0.9 BLEU behind it.
+EPOCHS = 20
 
 
 def _codec(
@@ -126,8 +128,8 @@ def _translations(workshop: Workshop) -> dict[str, dict[str, Curve]]:
         recipe = get_recipe(name)
         splits, defaults = workshop.load(recipe), recipe.defaults
         per_epoch = len(splits.train) // (WORKERS * defaults.batch)
-        steps = max(1, per_epoch * (10 if workshop.full else 1))
-        every = max(1, steps // (10 if workshop.full else 3))
+        steps = max(1, per_epoch * (EPOCHS if workshop.full else 1))
+        every = max(1, steps // (EPOCHS if workshop.full else 3))
         goal = Goal(steps, every, train_samples=0, test_samples=None)
         for method, codec in methods.items():
             dense = 100 if codec is not None else 0
