@@ -38,7 +38,10 @@ def test_time_to_target_is_steps_times_the_time_of_a_step() -> None:
     curves = {"dense": curve("dense", 100, [0.5, 0.9]), "percentile90": curve("percentile90", 110, [0.5, 0.9])}
     curves["thinwire"] = curve("thinwire", 105, [0.5, 0.898])
     served = {"dense": {"ms": 2000.0}, "percentile90": {"ms": 1500.0}, "thinwire": {"ms": 100.0}}
-    paper = {"dense": {"ms": 1000.0}, "percentile90": {"ms": 500.0}}
+    paper = {
+        "dense": {"ms": 1000.0, "compute": 250.0, "alone": 50.0},
+        "percentile90": {"ms": 500.0, "compute": 300.0, "alone": 100.0},
+    }
     times = sparsify_showing.times_of(curves, paper, served, None)
     assert times["dense"]["paper_seconds"] == pytest.approx(100.0) and times["dense"]["served_seconds"] == 200.0
     assert times["dense"]["ring_seconds"] is None
@@ -47,11 +50,24 @@ def test_time_to_target_is_steps_times_the_time_of_a_step() -> None:
     fast = claims["thinwire: speed-up to the target, thinwire's own server, against dense the paper's way"]
     assert slow.ours == pytest.approx(100 / 55) and slow.holds is False
     assert fast.ours == pytest.approx(100 / 10.5) and fast.holds is True
-    assert [c.holds for c in sparsify_showing.test_claims(curves)] == [True, True]
+    own = claims[f"percentile90: speed-up to the target, {sparsify_showing._WAYS['own']}"]
+    assert own.ours == pytest.approx(80 / 33) and own.holds is True
+    assert [c.holds for c in sparsify_showing.test_claims(curves)] == [True] * 4
     absolute = "dense: seconds to 99.5 % train accuracy"
     assert claims[absolute].paper == sparsify_showing.PAPER_SECONDS["dense"]
     small = {claim.what: claim for claim in sparsify_showing.time_claims(times, full=False)}
     assert small[absolute].paper is None and small[absolute].ours == claims[absolute].ours
+
+
+def test_test_accuracy_is_also_told_over_the_last_epochs() -> None:
+    """One bad epoch at the end decides one claim and not the other."""
+    curves = {
+        "dense": curve("dense", 40, [0.5, 0.6, 0.7, 0.71]),
+        "thinwire": curve("thinwire", 40, [0.5, 0.61, 0.72, 0.70]),
+    }
+    last, mean = sparsify_showing.test_claims(curves)
+    assert last.ours == pytest.approx(-1.0) and last.holds is False
+    assert mean.ours == pytest.approx(100 * (2.03 - 2.01) / 3) and mean.holds is True
 
 
 def test_epochs_are_judged_within_a_tenth_and_at_full_scale() -> None:
@@ -176,12 +192,12 @@ def test_noise_makes_no_claim_of_scheduling_hold() -> None:
 def test_a_step_as_in_the_paper_is_plain_descent(method: str) -> None:
     """Phases are measured, and the master's model is the one that a single process gets from the workers' sums."""
     found = broadcast_phases(Bed("cifar10", None, hosts=3, rate=None, batch=2, lr=0.1), [method], steps=4)[method]
-    assert found["ms"] > 0 and all(found[name] > 0 for name in ("synchronise", "compute", "aggregate"))
+    assert found["ms"] > 0 and all(found[name] > 0 for name in ("synchronise", "compute", "alone", "aggregate"))
     torch.manual_seed(0)
     model = cuda_convnet()
     parameters = dict(model.named_parameters())
     begun = torch.nn.utils.parameters_to_vector(parameters.values()).detach().clone()
-    codecs = {rank: codec_for("percentile90") for rank in (1, 2)}
+    codecs = {rank: paper_process.PAPER["percentile90"].fresh() for rank in (1, 2)}
     generators = {rank: torch.Generator().manual_seed(rank) for rank in (1, 2)}
     for _ in range(4):
         total = [torch.zeros_like(p) for p in parameters.values()]
@@ -202,7 +218,7 @@ def test_a_step_as_in_the_paper_is_plain_descent(method: str) -> None:
     moved = torch.nn.utils.parameters_to_vector(parameters.values()).detach() - begun
     assert found["moved"] == pytest.approx(float(moved.norm()), rel=1e-3)
     share = found["sent"] / begun.numel()
-    assert share == 4 if method == "dense" else 0.4 < share < 1.2  # a tenth, more or less, in 8 bytes each
+    assert share == 4 if method == "dense" else 0.4 < share < 0.82  # at most a tenth, in 8 bytes each
 
 
 def test_phases_of_a_served_step() -> None:

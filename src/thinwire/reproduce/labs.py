@@ -96,15 +96,21 @@ def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, fl
 def broadcast_phases(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a step and its phases when the master broadcasts the model by a collective, by method.
 
-    `moved` is how far the steps took the model, `sent` the bytes of a gradient.
+    `moved` is how far the steps took the model, `sent` the bytes of a gradient, `alone` what the slowest host's
+    computation takes while the others, who have no cores of their own here, wait.
     """
     seen: dict[str, list[dict[str, float]]] = {}
+    alone: dict[str, list[float]] = {}
 
     def read(host: int, line: str) -> None:
         kind, _, rest = line.partition(" ")
-        if kind == "STEP":
+        if kind in ("STEP", "ALONE"):
             told = json.loads(rest)
-            seen.setdefault(told.pop("method"), []).append(told)
+            method = told.pop("method")
+            if kind == "STEP":
+                seen.setdefault(method, []).append(told)
+            else:
+                alone.setdefault(method, []).append(told["seconds"])
 
     options = {"methods": list(methods), "batch": bed.batch, "steps": steps}
     launch([sys.executable, "-m", "thinwire.reproduce.paper_process", json.dumps(options)], bed.hosts, bed.rate, read)
@@ -120,6 +126,7 @@ def broadcast_phases(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[st
     return {
         method: medians(told)
         | {"moved": told[-1]["moved"], "sent": statistics.median(step["sent"] for step in told[2:])}
+        | {"alone": 1e3 * statistics.median(alone[method])}
         for method, told in seen.items()
     }
 

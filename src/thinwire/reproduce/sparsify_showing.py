@@ -1,5 +1,6 @@
 """What the study of SparsifyGradients says: claims, tables and differences from its curves and the lab's times."""
 
+import statistics
 from typing import Any
 
 from thinwire.reproduce.runs import Curve
@@ -16,6 +17,7 @@ PAPER_SECONDS = {"dense": 12_571.0, "percentile90": 6_750.0}
 PAPER_EPOCHS = {"dense": 25.0, "percentile90": 29.0}
 EPOCHS_OVER = 1.1  # times as many epochs are still as many
 PAPER_AGGREGATION = {"dense": 0.805, "percentile90": 0.249}
+LAST = 3  # evaluations of which a mean is taken
 DROPPED = (50.0, 90.0, 99.0, 99.9, 99.99)
 
 
@@ -29,19 +31,26 @@ def codecs(full: bool) -> dict[str, tuple[str, str]]:
 
 
 def times_of(curves: dict[str, Curve], paper: Any, served: Any, flat: Any) -> dict[str, dict[str, float | None]]:
-    """Per method: steps, and the time of a step and to the target: the paper's way, served, and without a master."""
+    """Per method: steps, and the time of a step and to the target: the paper's way, also on hosts whose computation
+    takes what it takes one host alone; served; and without a master."""
     found = {}
     for name in METHODS:
         steps = curves[name].reached if name in curves else None
         seconds = {
             # thinwire sends changes of the model through its own server instead of broadcasting the model.
             "paper": _seconds(served if name == "thinwire" else paper, name),
+            "own": None if name == "thinwire" or not paper else own_ms(paper[name]) / 1e3,
             "served": _seconds(served, name),
             "ring": _seconds(flat, name),
         }
         products = {f"{way}_seconds": steps * each if steps and each else None for way, each in seconds.items()}
         found[name] = {"steps": steps, **seconds, **products}
     return found
+
+
+def own_ms(phases: dict[str, float]) -> float:
+    """A step on hosts that do not share cores: its computation takes as long as the slowest host's alone."""
+    return phases["ms"] - phases["compute"] + phases["alone"]
 
 
 def _seconds(measured: Any, name: str) -> float | None:
@@ -66,6 +75,8 @@ def time_claims(times: dict[str, dict[str, float | None]], full: bool) -> list[C
             gain = _speedup(times, name, f"{way}_seconds")
             held = None if gain is None else gain >= bar
             figure, note = (paper, "") if name == "percentile90" else (None, "5x is asked for")
+            if (name, way) == ("thinwire", "own"):
+                continue  # what its server's step takes alone was not measured
             if (name, way) == ("thinwire", "paper"):
                 words = OWN_SERVER
             claims.append(Claim(f"{name}: speed-up to the target, {words}", figure, gain, "x", held, note))
@@ -76,6 +87,7 @@ _PRODUCT = "simulated steps x the lab's step of a master that broadcasts its mod
 OWN_SERVER = "thinwire's own server, against dense the paper's way"  # it broadcasts no model
 _WAYS = {
     "paper": "the paper's way: the model is broadcast, gradients go to the master",
+    "own": "the paper's way, on hosts that compute on cores of their own, as the paper's did",
     "served": "thinwire's parameter server for all, which sends to every worker",
     "ring": "no master: all-reduce, or all-gather of frames",
 }
@@ -116,21 +128,19 @@ def phase_claims(phases: Any) -> list[Claim]:
 
 
 def test_claims(curves: dict[str, Curve]) -> list[Claim]:
+    """At the end, and over the last epochs: one epoch's test accuracy is off by more than what is asked for."""
     if "dense" not in curves:
         return []
-    dense = 100 * curves["dense"].test[-1]
-    return [
-        Claim(
-            f"{name}: test accuracy at the end, points above dense's",
-            None,
-            100 * curve.test[-1] - dense,
-            "",
-            100 * curve.test[-1] >= dense - 0.3,
-            f"{100 * curve.test[-1]:.2f} % against {dense:.2f} %; at least -0.3 is asked for",
-        )
-        for name, curve in curves.items()
-        if name != "dense"
-    ]
+    claims = []
+    for words, last in (("at the end", 1), (f"mean of the last {LAST} evaluations", LAST)):
+        dense = 100 * statistics.mean(curves["dense"].test[-last:])
+        for name, curve in curves.items():
+            if name != "dense":
+                own = 100 * statistics.mean(curve.test[-last:])
+                note = f"{own:.2f} % against {dense:.2f} %; at least -0.3 is asked for"
+                what = f"{name}: test accuracy, {words}, points above dense's"
+                claims.append(Claim(what, None, own - dense, "", own >= dense - 0.3, note))
+    return claims
 
 
 def verdict(times: dict[str, dict[str, float | None]], curves: dict[str, Curve]) -> str:
@@ -159,6 +169,8 @@ def time_table(curves: dict[str, Curve], times: dict[str, dict[str, float | None
                 "Steps": number(curve.reached),
                 "Step": number(t["paper"], "s"),
                 "To target": number(t["paper_seconds"], "s"),
+                "Step, own cores": number(t["own"], "s"),
+                "To target, own cores": number(t["own_seconds"], "s"),
                 "Step, served": number(t["served"], "s"),
                 "To target, served": number(t["served_seconds"], "s"),
                 "Step, all-reduce": number(t["ring"], "s"),
@@ -172,19 +184,26 @@ def time_table(curves: dict[str, Curve], times: dict[str, dict[str, float | None
 
 _TIMED = (
     "Steps: simulated exactly. Times: measured in the lab. First a master that broadcasts the model, as in the paper "
-    "(thinwire: its own server); served: thinwire's server for all; all-reduce: no master."
+    "(thinwire: its own server), on this machine's cores, which all hosts share; own cores: the same with the "
+    "computation of the slowest host alone; served: thinwire's server for all; all-reduce: no master."
 )
 
 
 def phase_table(title: str, phases: Any) -> Table:
     rows = [
-        {"Method": name, **{words: number(row[key], "ms") for key, words in _PHASES.items()}}
+        {"Method": name, **{words: number(row[key], "ms") for key, words in _PHASES.items() if key in row}}
         for name, row in phases.items()
     ]
     return Table(title, rows, "13 workers' gradients are computed on this machine's cores.")
 
 
-_PHASES = {"synchronise": "Synchronisation", "compute": "Computation", "aggregate": "Aggregation", "ms": "Step"}
+_PHASES = {
+    "synchronise": "Synchronisation",
+    "compute": "Computation",
+    "alone": "Computation, one host alone",
+    "aggregate": "Aggregation",
+    "ms": "Step",
+}
 
 
 def sweep_table(sweep: dict[str, dict[float, Curve]]) -> Table:
@@ -210,8 +229,9 @@ def differences(workshop: Workshop, samples: int) -> list[str]:
         f"The rate is {LR:g} on the mean of the gradients; the paper added them up, with a rate that it does not tell.",
         f"Train accuracy is that of {every}.",
         "The paper's way: the model goes along a chain of hosts in pieces, as Open MPI broadcasts long messages; "
-        "gradients go to the master, 8 bytes per kept value; barriers keep the phases apart. thinwire's server sends a "
-        "dense model to each worker instead, which takes 13 times as long as to one, and is shown next to it.",
+        "gradients go to the master, 8 bytes per kept value; barriers keep the phases apart. Choosing the values is "
+        "counted as computation. thinwire's server sends a dense model to each worker instead, which takes 13 times as "
+        "long as to one, and is shown next to it.",
         f"thinwire: the largest {5 if workshop.full else 1} % in 8 bits with memory, both ways with a master; "
         "simulated one way (Gather).",
     ]
