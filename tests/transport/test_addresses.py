@@ -80,3 +80,16 @@ def test_what_is_missing_is_named(missing: str, address: str, sentence: str) -> 
     program = f"import sys; sys.modules[{missing!r}] = None\nfrom thinwire.transport import listen; listen({address!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and sentence in done.stderr.splitlines()[-1]
+
+
+def test_a_race_without_zeromq_makes_no_hosts() -> None:
+    """It ends before its lab is built and says what to install."""
+    program = (
+        "import sys; sys.modules['zmq'] = None\n"
+        "import thinwire.race.train_served as trained\n"
+        "trained.launch = lambda *a, **k: sys.exit('hosts were made')\n"
+        "from thinwire.cli import main; sys.argv = ['thinwire', 'race', 'digits', '--transport', 'udp']; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "pip install 'thinwire[server]'" in done.stderr
+    assert "Traceback" not in done.stderr and "hosts were made" not in done.stderr

@@ -21,6 +21,7 @@ from thinwire.recipes.recipe import Recipe
 from thinwire.report.summary import last_value, reached
 from thinwire.server.store import stored_step
 from thinwire.tensorboard import mirrors
+from thinwire.transport.addresses import require
 
 
 def describe_served(recipe: Recipe, terms: Terms, place: Field, label: str = "", loss: str | None = None) -> Run:
@@ -53,6 +54,7 @@ class ServedTraining:
     def run(self) -> str:
         """Start all processes, show and log what the master tells; returns a sentence."""
         terms, began = self.served.terms, time.monotonic()
+        require(terms.transport)
         run = describe_served(self.recipe, terms, self.place, self.label, self.loss)
         argv = [sys.executable, "-m", "thinwire.race.served_process", self.served.to_json()]
         with self.open_log(run) as log, LiveRuns([run.method], [terms.plan.max_steps], run.metric) as live:

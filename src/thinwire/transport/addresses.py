@@ -4,6 +4,7 @@ The only place that knows all transports; their libraries are imported when they
 """
 
 import contextlib
+import importlib
 import ipaddress
 import os
 import re
@@ -120,6 +121,13 @@ SCHEMES: dict[str, tuple[Callable[[str, Keys, bool], Listener], Callable[[str, K
     "udp": (_listen_udp, _connect_udp),
     "mpi": (_listen_mpi, _connect_mpi),
 }
+
+
+def require(scheme: str) -> None:
+    """Say what to install if a transport lacks its library: before hosts and processes are made that would fail."""
+    module = {"tcp": "tcp", "udp": "udp_listener", "mpi": "mpi"}[scheme]
+    with _from_extra("mpi" if scheme == "mpi" else "server"):
+        importlib.import_module(f"thinwire.transport.{module}")
 
 
 def _scheme(address: str) -> str:
