@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 # One thread for every process, before torch counts the cores: on a busy machine the threads of a small operation
@@ -15,6 +16,11 @@ from tests.cluster import Cluster
 # No test asserts times: an example may take long when others compute.
 settings.register_profile("thinwire", deadline=None)
 settings.load_profile("thinwire")
+
+
+# A shell's background job ignores Ctrl-C, and so would all that the tests start and want to stop by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
