@@ -87,7 +87,7 @@ _PRODUCT = "simulated steps x the lab's step of a master that broadcasts its mod
 OWN_SERVER = "thinwire's own server, against dense the paper's way"  # it broadcasts no model
 _WAYS = {
     "paper": "the paper's way: the model is broadcast, gradients go to the master",
-    "own": "the paper's way, on hosts that compute on cores of their own, as the paper's did",
+    "own": "the paper's way, with the computation of one host alone, as on machines of their own",
     "served": "thinwire's parameter server for all, which sends to every worker",
     "ring": "no master: all-reduce, or all-gather of frames",
 }
