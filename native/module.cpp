@@ -1,6 +1,9 @@
 // The Python module: addresses of contiguous CPU memory in, plain numbers out; the GIL is released in every kernel.
+#include <algorithm>
+
 #include "bindings.hpp"
 #include "crc32c.hpp"
+#include "encoder.hpp"
 #include "frame.hpp"
 #include "histogram.hpp"
 #include "positions.hpp"
@@ -39,9 +42,14 @@ void bind_statistics(nb::module_& m) {
     const OrderStatistic s = select(vectors_of(described), rank);
     return std::tuple(s.value, s.greater, s.equal);
   });
-  m.def("collect_above", [](const Described& d, float threshold, Address out, uint64_t capacity) {
+  // The same with the search narrowed first; the last of the answer: whether the memories hold the sums now.
+  m.def("order_statistic", [](const std::vector<Described>& described, uint64_t rank) {
     nb::gil_scoped_release release;
-    return collect_above(vector_of(d), threshold, at<float>(out), capacity);
+    std::vector<Vector> vectors = vectors_of(described);
+    const bool open = std::any_of(vectors.begin(), vectors.end(), [](const Vector& v) { return v.source.memory; });
+    const OrderStatistic s = order_statistic(vectors, rank);
+    const bool still = std::any_of(vectors.begin(), vectors.end(), [](const Vector& v) { return v.source.memory; });
+    return std::tuple(s.value, s.greater, s.equal, open && !still);
   });
   // Of several (address, dtype, n): which hold nothing but zeros, and the first that holds something not finite.
   m.def("all_zero", [](const std::vector<Plain>& arrays) {
@@ -128,6 +136,25 @@ void bind_writer(nb::module_& m) {
       });
 }
 
+// A vector, where it is held, whether it travels whole, its format and its reserve.
+using Encodable = std::tuple<Described, Address, bool, int, size_t>;
+
+void bind_encoder(nb::module_& m) {
+  nb::class_<Encoder>(m, "Encoder")
+      .def("__init__",
+           [](Encoder* self, const std::vector<Encodable>& given) {
+             std::vector<Encoder::Tensor> tensors;
+             for (const auto& [described, held, whole, format, reserve] : given)
+               tensors.push_back({vector_of(described), at<float>(held), whole, Format(format), reserve});
+             new (self) Encoder(std::move(tensors));
+           })
+      .def("encode", [](const Encoder& e, double density, uint64_t step, Address room, size_t capacity) {
+        nb::gil_scoped_release release;
+        Encoded found = e.encode(density, step, at<uint8_t>(room), capacity);
+        return std::tuple(found.not_finite, found.length, std::move(found.sent));
+      });
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -148,6 +175,7 @@ NB_MODULE(_native, m) {
   bind_statistics(m);
   bind_memory(m);
   bind_writer(m);
+  bind_encoder(m);
   bind_datagrams(m);
   bind_pieces(m);
   bind_reading(m);

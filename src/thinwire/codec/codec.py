@@ -98,7 +98,7 @@ class Codec(Keeper):
         """Take gradients into the memory and choose what travels; a string names a tensor that is not finite."""
         if step is not None and step < 0:
             raise ValueError(f"a step counts from 0, not {step}")
-        active = {name: self._checked(name, t) for name, t in tensors.items() if name not in hold}
+        active = {name: self.checked(name, t) for name, t in tensors.items() if name not in hold}
         if (bad := first_not_finite(list(active.values()))) >= 0:
             return list(active)[bad]
         at = self.step if step is None else step
@@ -110,7 +110,8 @@ class Codec(Keeper):
             self.observer.opened(batch)
         return batch
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+    def checked(self, name: str, tensor: Tensor) -> Tensor:
+        """A gradient that can be encoded under this name, contiguous; ValueError if it cannot be."""
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name}: gradients must be float32, float16 or bfloat16, not {tensor.dtype}")
         if tensor.is_sparse:

@@ -22,6 +22,7 @@ class Keeper:
         self.selection = selection
         self.memory = memory
         self.step = 0
+        self.generation = 0  # changes when the memory's tensors are others than before
         self._slots: dict[str, dict[str, Tensor]] = {}
         self._learned: dict[str, dict[str, float]] = {}
 
@@ -34,6 +35,7 @@ class Keeper:
                 held[slot] = torch.zeros(gradient.numel(), device=gradient.device)
             elif tensor.device != gradient.device:
                 held[slot] = tensor.to(gradient.device)
+                self.generation += 1
         return held
 
     def held(self, name: str) -> dict[str, Tensor]:
@@ -80,6 +82,7 @@ class Keeper:
         for name, slots in state["memory"].items():
             self._check_slots(name, slots)
         self.step = int(state["step"])
+        self.generation += 1
         self._slots = {
             name: {slot: t.detach().clone().float().reshape(-1) for slot, t in slots.items()}
             for name, slots in state["memory"].items()

@@ -26,11 +26,6 @@ MOST = torch.finfo(torch.float32).max
 # Bins of a histogram: the exponent and six bits of the fraction, as native/histogram.hpp has them.
 _BIN_SHIFT = 17
 
-# Above this many elements an exact order statistic narrows the search with a sample first.
-_LARGE = 1 << 14
-# Candidates above a sampled threshold are copied only while they are few.
-_FEW = 0.2
-
 
 @dataclass(frozen=True)
 class Moments:
@@ -161,30 +156,10 @@ class NativeGroup(Group):
         return Histogram(taken, counts, low, high)
 
     def order_statistic(self, rank: int) -> tuple[float, int, int]:
-        density = (rank + 1) / self.n
-        if self.n > _LARGE and density <= _FEW:
-            found = self._among_candidates(rank, density)
-            if found is not None:
-                return found
-        if self.n > _LARGE:
-            self.settle()
-        return _native.select([v.described for v in self.vectors], rank)
-
-    def _among_candidates(self, rank: int, density: float) -> tuple[float, int, int] | None:
-        """Answer from the few magnitudes above a low sampled guess; None if the guess was bad. It settles the group."""
-        wanted = int(min(self.n / 8, 1500 / density))
-        margin = 1.0 + 4.0 / (wanted * density) ** 0.5
-        (guess,) = self.sampled_thresholds([min(1.0, density * margin)], wanted, 0)
-        capacity = int((rank + 1) * (2 * margin - 1.0)) + 4096
-        candidates = torch.empty(capacity)
-        count = 0
-        for vector in self.vectors:
-            at = candidates.data_ptr() + 4 * min(count, capacity)
-            count += _native.collect_above(vector.described, guess, at, max(capacity - count, 0))
-        self.vectors = [v.written() for v in self.vectors]  # the same pass adds gradient and memory
-        if not rank < count <= capacity:
-            return None
-        return _native.select([(candidates.data_ptr(), 0, 0, 1.0, count)], rank)
+        value, greater, equal, settled = _native.order_statistic([v.described for v in self.vectors], rank)
+        if settled:
+            self.vectors = [v.written() for v in self.vectors]
+        return value, greater, equal
 
 
 class TorchGroup(Group):

@@ -3,13 +3,14 @@
 DDP's buffer is worked on in place where it is float32 on the CPU; otherwise a copy is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from thinwire import _native
+from thinwire.codec.steady import Placed
 from thinwire.codec.vectors import plain
 
 
@@ -47,9 +48,20 @@ class Opened:
         return self._buffer.dtype == torch.float16 and not bool(self._buffer.isfinite().all())
 
 
+def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All of them together; one alone stays the object that it is."""
+    return parts[0] if len(parts) == 1 else {name: t for part in parts for name, t in part.items()}
+
+
 def without_gradient(gradients: Mapping[str, Tensor]) -> frozenset[str]:
     """The names of those gradients that hold nothing at all."""
-    if all(g.device.type == "cpu" and g.is_contiguous() for g in gradients.values()):
-        names = list(gradients)
-        return frozenset(names[i] for i in _native.all_zero([plain(g) for g in gradients.values()]))
-    return frozenset(name for name, g in gradients.items() if not g.any())
+    arrays = gradients.plain if isinstance(gradients, Placed) else None
+    if arrays is None and all(g.device.type == "cpu" and g.is_contiguous() for g in gradients.values()):
+        arrays = [plain(g) for g in gradients.values()]
+    if arrays is None:
+        return frozenset(name for name, g in gradients.items() if not g.any())
+    empty = _native.all_zero(arrays)
+    return frozenset(list(gradients)[i] for i in empty) if empty else _NOBODY
+
+
+_NOBODY: frozenset[str] = frozenset()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.codec.steady import Placed
 from thinwire.ddp.buckets import Job
 from thinwire.ddp.link import Link
 from thinwire.ddp.pilot import Pilot
@@ -28,6 +29,7 @@ class Dispatcher:
         self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
+        self._views: dict[int, tuple[int, Placed]] = {}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         link, buffer, begins = self.link, bucket.buffer(), bucket.index() == 0
@@ -44,8 +46,21 @@ class Dispatcher:
         ends = self.pilot is not None and bucket.is_last()
         return link.submit(job).then(self._ended if ends else _unwrap)
 
-    def _gradients(self, bucket: dist.GradBucket) -> dict[str, Tensor]:  # type: ignore[name-defined]
-        return {self._names[id(p)]: g.view(-1) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+    def _gradients(self, bucket: dist.GradBucket) -> Placed:  # type: ignore[name-defined]
+        """The bucket's gradients by name: the same objects from step to step, while DDP keeps its buckets.
+
+        What is known here holds on to the memory, so that no other bucket can be found at the same address.
+        """
+        index, address = bucket.index(), bucket.buffer().data_ptr()
+        known = self._views.get(index)
+        if known is not None and known[0] == address:
+            return known[1]
+        if known is not None:
+            self._views.clear()  # DDP has regrouped its buckets
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        views = Placed({self._names[id(p)]: g.view(-1) for p, g in pairs})
+        self._views[index] = address, views
+        return views
 
     def _piloted(self, pilot: Pilot, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
         """Let the pilot see a bucket; whether it goes past the link."""
@@ -90,6 +105,7 @@ class Dispatcher:
         """Forget a link, if it is still the one that is attached."""
         if self.link is link:
             self.link = self.pilot = None
+            self._views.clear()
 
 
 def dispatcher_of(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> Dispatcher:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
-from thinwire.ddp.buckets import Job, Opened, without_gradient
+from thinwire.ddp.buckets import Job, Opened, joined, without_gradient
 from thinwire.ddp.diagnose import Examiner, agree_on_every
 from thinwire.ddp.replicas import check_replicas, describe_failure
 from thinwire.ddp.states import load_link_state, mean_link_state, without_strangers
@@ -87,10 +87,11 @@ class Link:
         if jobs[0].begins_step:
             self._begin_step(jobs[0])
         opened = [Opened(job) for job in jobs]
-        gradients = {name: g for job in jobs for name, g in job.gradients.items()}
-        outs = {name: out for one in opened for name, out in one.outs.items()}
+        gradients = joined([job.gradients for job in jobs])
+        outs = joined([one.outs for one in opened])
         for names in self._groups(jobs):
-            self._mean({name: gradients[name] for name in names}, [outs[name] for name in names])
+            these = gradients if names == list(gradients) else {name: gradients[name] for name in names}
+            self._mean(these, [outs[name] for name in names])
         for one in opened:
             self._spoiled |= one.close()
         self._stats.spent(time.thread_time() - began)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader, Frames, frames_of
 from thinwire.codec.parts import Deal, Part, encode_parts
+from thinwire.codec.steady import Placed, SteadyEncoder
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
 
@@ -26,6 +28,7 @@ class _Plan:
     deals: list[Deal]  # everything is in one frame
     reserves: list[int]
     slack: int
+    steady: SteadyEncoder
 
 
 class Gather(Exchange):
@@ -50,13 +53,11 @@ class Gather(Exchange):
         (size,) = self._sizes.get(key, bucket.step, lambda: [first_size(self._codec, plan.numels, bucket.step)])
         # 1. Encode what travels; the rest stays in the memory.
         began = time.perf_counter()
-        part = Part(torch.empty(size, dtype=torch.uint8), plan.numels, plan.reserves)
-        (frame,), counts = encode_parts(
-            self._codec, bucket.gradients, plan.deals, [part], step=bucket.step, hold=bucket.hold
-        )
+        room = torch.empty(size, dtype=torch.uint8)
+        frame, counts = self._encode(bucket, plan, room)
         compress = time.perf_counter() - began
         # 2. Everybody's frame, to everybody.
-        messages = self._channel.all_gather(part.room)
+        messages = self._channel.all_gather(room)
         # 3. Add them up, in rank order: the same bits everywhere.
         began = time.perf_counter()
         frames = self._frames
@@ -74,10 +75,22 @@ class Gather(Exchange):
             sent=lambda outs: frames_of([frame], [plan.numels]).sum_to(outs),
         )
 
+    def _encode(self, bucket: Bucket, plan: _Plan, room: Tensor) -> tuple[Frame, list[int]]:
+        """This rank's frame, in the room given, and the entries per tensor."""
+        if isinstance(bucket.gradients, Placed) and not bucket.hold:
+            found = plan.steady.encode(bucket.gradients, room, step=bucket.step)
+            if found is not None:
+                return found
+        part = Part(room, plan.numels, plan.reserves)
+        (frame,), counts = encode_parts(
+            self._codec, bucket.gradients, plan.deals, [part], step=bucket.step, hold=bucket.hold
+        )
+        return frame, counts
+
     def _plan(self, bucket: Bucket) -> _Plan:
         numels, codec = bucket.numels, self._codec
-        names, deals = list(bucket.gradients), [Deal(1, 0)] * len(numels)
-        return _Plan(names, numels, deals, codec.reserves(numels), slack(codec, numels))
+        names, deals, reserves = list(bucket.gradients), [Deal(1, 0)] * len(numels), codec.reserves(numels)
+        return _Plan(names, numels, deals, reserves, slack(codec, numels), SteadyEncoder(codec, reserves))
 
     def volume(self, key: str) -> int | None:
         """Bytes that a rank sends for a bucket, as all agree; None before its first step."""
