@@ -1,7 +1,5 @@
 """Pieces of the studies: products, costs and the theory's quantities, on figures small enough to know the answer."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ from thinwire.reproduce import (
     paper_process,
     request_scheduling,
     scheduling_showing,
-    sparsify_showing,
     theory,
     topk_convergence,
 )
@@ -25,75 +22,12 @@ from thinwire.reproduce.cluster import Cluster, Setting
 from thinwire.reproduce.labs import Bed, broadcast_phases, served_phases
 from thinwire.reproduce.problems import logistic, optimum
 from thinwire.reproduce.runs import Curve, objective
-from thinwire.reproduce.workshop import Workshop
 
 
 def curve(name: str, reached: int | None, test: list[float]) -> Curve:
     steps = [10 * (i + 1) for i in range(len(test))]
     megabytes = [float(step) for step in steps]
     return Curve(name, 10, steps, test, test, [1.0 - v for v in test], test, megabytes, megabytes, reached=reached)
-
-
-def test_time_to_target_is_steps_times_the_time_of_a_step() -> None:
-    curves = {"dense": curve("dense", 100, [0.5, 0.9]), "percentile90": curve("percentile90", 110, [0.5, 0.9])}
-    curves["thinwire"] = curve("thinwire", 105, [0.5, 0.898])
-    served = {"dense": {"ms": 2000.0}, "percentile90": {"ms": 1500.0}, "thinwire": {"ms": 100.0}}
-    paper = {
-        "dense": {"ms": 1000.0, "compute": 250.0, "alone": 50.0},
-        "percentile90": {"ms": 500.0, "compute": 300.0, "alone": 100.0},
-    }
-    times = sparsify_showing.times_of(curves, paper, served, None)
-    assert times["dense"]["paper_seconds"] == pytest.approx(100.0) and times["dense"]["served_seconds"] == 200.0
-    assert times["dense"]["ring_seconds"] is None
-    claims = {claim.what: claim for claim in sparsify_showing.time_claims(times, full=True)}
-    slow = claims[f"percentile90: speed-up to the target, {sparsify_showing._WAYS['paper']}"]
-    fast = claims["thinwire: speed-up to the target, thinwire's own server, against dense the paper's way"]
-    assert slow.ours == pytest.approx(100 / 55) and slow.holds is False
-    assert fast.ours == pytest.approx(100 / 10.5) and fast.holds is True
-    own = claims[f"percentile90: speed-up to the target, {sparsify_showing._WAYS['own']}"]
-    assert own.ours == pytest.approx(80 / 33) and own.holds is True
-    assert [c.holds for c in sparsify_showing.test_claims(curves)] == [True] * 4
-    absolute = "dense: seconds to 99.5 % train accuracy"
-    assert claims[absolute].paper == sparsify_showing.PAPER_SECONDS["dense"]
-    small = {claim.what: claim for claim in sparsify_showing.time_claims(times, full=False)}
-    assert small[absolute].paper is None and small[absolute].ours == claims[absolute].ours
-
-
-def test_test_accuracy_is_also_told_over_the_last_epochs() -> None:
-    """One bad epoch at the end decides one claim and not the other."""
-    curves = {
-        "dense": curve("dense", 40, [0.5, 0.6, 0.7, 0.71]),
-        "thinwire": curve("thinwire", 40, [0.5, 0.61, 0.72, 0.70]),
-    }
-    last, mean = sparsify_showing.test_claims(curves)
-    assert last.ours == pytest.approx(-1.0) and last.holds is False
-    assert mean.ours == pytest.approx(100 * (2.03 - 2.01) / 3) and mean.holds is True
-
-
-def test_epochs_are_judged_within_a_tenth_and_at_full_scale() -> None:
-    def held(dense: int, full: bool) -> list[bool | None]:
-        curves = {"dense": curve("dense", dense, [0.9]), "percentile90": curve("percentile90", 290, [0.9])}
-        curves["thinwire"] = curve("thinwire", 270, [0.9])
-        return [claim.holds for claim in sparsify_showing.epoch_claims(curves, full)]
-
-    assert held(275, True) == [True, True, None, True] and held(276, True) == [False, True, None, True]
-    assert held(100, True) == [True, True, None, False]
-    assert held(360, False) == [None, None, None, True]
-
-
-def test_a_target_that_was_not_reached_is_told() -> None:
-    curves = {"dense": curve("dense", None, [0.5, 0.9])}
-    (claim,) = sparsify_showing.epoch_claims(curves, full=True)
-    assert claim.ours is None and claim.holds is False and "90.00 % at best" in claim.note
-    (claim,) = sparsify_showing.epoch_claims(curves, full=False)
-    assert claim.holds is None and "90.00 % at best" in claim.note
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_what_differs_is_true_of_the_scale(full: bool, tmp_path: Path) -> None:
-    said = " ".join(sparsify_showing.differences(Workshop("full" if full else "small", None, tmp_path), 1040))
-    assert ("the first 5,000 training images, every epoch" in said) == full
-    assert ("all of these, every other epoch" in said) == (not full)
 
 
 def test_lab_times_are_only_told_of_what_the_lab_sent() -> None:

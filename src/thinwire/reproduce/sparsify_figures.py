@@ -3,23 +3,27 @@
 from typing import Any
 
 from thinwire.reproduce.runs import Curve
+from thinwire.reproduce.sparsify_seeds import Seeds
 from thinwire.reproduce.sparsify_showing import DROPPED
 from thinwire.reproduce.study import Figure, Series
 
 
-def curve_figures(curves: dict[str, Curve], times: dict[str, dict[str, float | None]]) -> list[Figure]:
+def curve_figures(seeds: dict[str, Seeds], times: dict[str, dict[str, float | None]]) -> list[Figure]:
+    """All seeds' curves over passes, and over time where a step was timed."""
+    # By seed: the page gives colours in this order, and the methods keep theirs whatever seeds there are.
+    runs = sorted((seed, place, name) for place, name in enumerate(seeds) for seed in seeds[name].curves)
     figures = []
     for split in ("train", "test"):
-        values = {name: [100 * v for v in getattr(curve, split)] for name, curve in curves.items()}
         title, axis = f"{split.capitalize()} accuracy over", f"{split} accuracy (%)"
-        series = [Series(name, curve.epoch, list(values[name])) for name, curve in curves.items()]
-        figures.append(Figure(f"{title} passes", "epoch", axis, series))
-        steps = {name: times[name]["paper"] for name in curves}
-        timed = [
-            Series(name, [step * seconds for step in curves[name].step], list(values[name]))
-            for name, seconds in steps.items()
-            if seconds is not None
-        ]
+        passes, timed = [], []
+        for seed, _, name in runs:
+            curve, seconds = seeds[name].curves[seed], times[name]["paper"]
+            label = f"{name}, seed {seed}" if seed else name
+            values: list[float | None] = [100 * v for v in getattr(curve, split)]
+            passes.append(Series(label, curve.epoch, values))
+            if seconds is not None:
+                timed.append(Series(label, [step * seconds for step in curve.step], values))
+        figures.append(Figure(f"{title} passes", "epoch", axis, passes))
         figures += [Figure(f"{title} time", "seconds, with a master", axis, timed)] if timed else []
     return figures
 

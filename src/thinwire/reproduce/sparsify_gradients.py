@@ -1,8 +1,8 @@
 """Lam, Look and Whittell 2017 (SparsifyGradients): 13 workers and a master train cuda-convnet on CIFAR-10.
 
-Dense, 90 % dropped as the paper did it, and thinwire: epochs to 99.5 % train accuracy from the simulation, the time of
-a step from the lab; and what the paper could not see: test accuracy, how long dropped values stay away, and how much
-may be dropped.
+Dense, 90 % dropped as the paper did it, and thinwire: epochs to 99.5 % train accuracy from the simulation, with several
+seeds at the full scale, the time of a step from the lab; and what the paper could not see: test accuracy, how long
+dropped values stay away, and how much may be dropped.
 """
 
 from typing import Any
@@ -23,6 +23,7 @@ from thinwire.reproduce.confirming import Trial, confirm
 from thinwire.reproduce.labs import Bed, broadcast_phases, served_phases, step_times
 from thinwire.reproduce.runs import Curve, Goal
 from thinwire.reproduce.sparsify_figures import away_figures, curve_figures, shape_figures, sweep_figures
+from thinwire.reproduce.sparsify_seeds import SEEDS, Seeds, run_name
 from thinwire.reproduce.sparsify_showing import (
     BATCH,
     DROPPED,
@@ -34,14 +35,12 @@ from thinwire.reproduce.sparsify_showing import (
     differences,
     epoch_claims,
     phase_claims,
-    phase_table,
-    sweep_table,
     test_claims,
     time_claims,
-    time_table,
     times_of,
     verdict,
 )
+from thinwire.reproduce.sparsify_tables import phase_table, seed_tables, sweep_table, time_table
 from thinwire.reproduce.study import Study, Table
 from thinwire.reproduce.workshop import Workshop
 
@@ -50,7 +49,7 @@ def study(workshop: Workshop) -> Study:
     """Curves to the target, the lab's step times, their product, and the three extra questions."""
     recipe = get_recipe("cifar10")
     splits = workshop.load(recipe, first=None if workshop.full else 1040)
-    curves = _curves(workshop, recipe, splits)
+    seeds = _seeds(workshop, recipe, splits)
     sweep = _sweep(workshop, recipe, splits)
     steps = (300, 100) if workshop.full else (40, 20)
     setup = f"{recipe.name} {WORKERS} x {BATCH} lr={LR:g} steps="
@@ -62,27 +61,28 @@ def study(workshop: Workshop) -> Study:
     paper, phases, flat = _step_times(workshop, bed, workshop.load(recipe))
     trial = Trial(_workers_only(bed), THIN[workshop.full], codec_for(THIN[workshop.full]), 0.35, 300, 10, 1000)
     confirmed, proof = confirm(workshop, trial, flat)
-    times = times_of(curves, paper, phases, flat)
-    claims = [*time_claims(times, workshop.full), *epoch_claims(curves, workshop.full)]
-    claims += [*phase_claims(paper), *test_claims(curves), *confirmed]
+    times = times_of(seeds, paper, phases, flat)
+    claims = [*time_claims(times, seeds, workshop.full), *epoch_claims(seeds, workshop.full)]
+    claims += [*phase_claims(paper), *test_claims(seeds), *confirmed]
     swept = any(sweep.values())
     tables = [
-        time_table(curves, times),
+        time_table(seeds, times),
+        *seed_tables(seeds),
         *_phase_tables(paper, phases),
         *([sweep_table(sweep)] if swept else []),
         *proof,
     ]
-    figures = [*curve_figures(curves, times), *(sweep_figures(sweep) if swept else []), *away_figures(away)]
+    figures = [*curve_figures(seeds, times), *(sweep_figures(sweep) if swept else []), *away_figures(away)]
     return Study(
         "sparsify-gradients",
         workshop.scale,
         "SparsifyGradients",
         "Lam, Look and Whittell, 2017",
-        verdict(times, curves),
+        verdict(times, seeds),
         claims,
         tables,
         [*figures, *shape_figures(shapes or [])],
-        differences(workshop, len(splits.train)),
+        differences(workshop, len(splits.train), seeds),
         facts={
             "workers": f"{WORKERS} and a master",
             "batch": f"{BATCH} x {WORKERS}",
@@ -129,18 +129,22 @@ def _flat_times(bed: Bed, methods: dict[str, str]) -> Any:
     return {**measured, **{name: measured[method] for name, method in methods.items()}}
 
 
-def _curves(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Curve]:
+def _seeds(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Seeds]:
+    """Every method's runs to the target; a method without any is left out."""
     per_epoch = len(splits.train) // (WORKERS * BATCH)
     # Evaluating takes a third of training's time for as many images: every epoch, or every other small one.
     epochs, every, samples, test = (60, 1, 5000, 10_000) if workshop.full else (90, 2, 1040, 500)
     goal = Goal(epochs * per_epoch, every * per_epoch, samples, test, target=TARGET)
-    found = {}
-    for name, (push, _) in codecs(workshop.full).items():
-        codec = None if push == "dense" else codec_for(push)
-        curve = workshop.train(name, recipe, splits, Setting(WORKERS, BATCH, LR, 0.0, codec), goal)
-        if curve is not None:
-            found[name] = curve
-    return found
+    methods = codecs(workshop.full)
+    found: dict[str, dict[int, Curve]] = {name: {} for name in methods}
+    for seed in range(SEEDS[workshop.full]):  # all methods with one seed first: that much can be compared
+        for name, (push, _) in methods.items():
+            codec = None if push == "dense" else codec_for(push)
+            setting = Setting(WORKERS, BATCH, LR, 0.0, codec, seed=seed)
+            curve = workshop.train(run_name(name, seed), recipe, splits, setting, goal)
+            if curve is not None:
+                found[name][seed] = curve
+    return {name: Seeds(curves) for name, curves in found.items() if curves}
 
 
 def _sweep(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, dict[float, Curve]]:

@@ -1,10 +1,10 @@
-"""What the study of SparsifyGradients says: claims, tables and differences from its curves and the lab's times."""
+"""What the study of SparsifyGradients says: claims and differences from its curves and the lab's times."""
 
-import statistics
+from functools import partial
 from typing import Any
 
-from thinwire.reproduce.runs import Curve
-from thinwire.reproduce.study import Claim, Table, number
+from thinwire.reproduce.sparsify_seeds import LAST, SEEDS, Seeds, compared, counted, listed, several
+from thinwire.reproduce.study import Claim
 from thinwire.reproduce.workshop import Workshop
 
 WORKERS, BATCH, LR = 13, 8, 0.1
@@ -17,7 +17,6 @@ PAPER_SECONDS = {"dense": 12_571.0, "percentile90": 6_750.0}
 PAPER_EPOCHS = {"dense": 25.0, "percentile90": 29.0}
 EPOCHS_OVER = 1.1  # times as many epochs are still as many
 PAPER_AGGREGATION = {"dense": 0.805, "percentile90": 0.249}
-LAST = 3  # evaluations of which a mean is taken
 DROPPED = (50.0, 90.0, 99.0, 99.9, 99.99)
 
 
@@ -30,12 +29,12 @@ def codecs(full: bool) -> dict[str, tuple[str, str]]:
     }
 
 
-def times_of(curves: dict[str, Curve], paper: Any, served: Any, flat: Any) -> dict[str, dict[str, float | None]]:
+def times_of(seeds: dict[str, Seeds], paper: Any, served: Any, flat: Any) -> dict[str, dict[str, float | None]]:
     """Per method: steps, and the time of a step and to the target: the paper's way, also on hosts whose computation
     takes what it takes one host alone; served; and without a master."""
     found = {}
     for name in METHODS:
-        steps = curves[name].reached if name in curves else None
+        steps = seeds[name].steps if name in seeds else None
         seconds = {
             # thinwire sends changes of the model through its own server instead of broadcasting the model.
             "paper": _seconds(served if name == "thinwire" else paper, name),
@@ -62,15 +61,17 @@ def _speedup(times: dict[str, dict[str, float | None]], name: str, key: str) -> 
     return dense / own if dense and own else None
 
 
-def time_claims(times: dict[str, dict[str, float | None]], full: bool) -> list[Claim]:
+def time_claims(times: dict[str, dict[str, float | None]], seeds: dict[str, Seeds], full: bool) -> list[Claim]:
     """Seconds, next to the paper's where the data is as large as the paper's, and every speed-up over dense."""
     claims = []
     for name, seconds in PAPER_SECONDS.items():
         own = times[name]["paper_seconds"]
         what = f"{name}: seconds to 99.5 % train accuracy"
-        claims.append(Claim(what, seconds if full else None, own, "s", None, _PRODUCT))
+        note = _joined(_PRODUCT, _seeds_told(seeds, name))
+        claims.append(Claim(what, seconds if full else None, own, "s", None, note))
     paper = PAPER_SECONDS["dense"] / PAPER_SECONDS["percentile90"]
     for name, bar in (("percentile90", paper), ("thinwire", 5.0)):
+        epochs = compared(seeds, name, Seeds.epochs_told)
         for way, words in _WAYS.items():
             gain = _speedup(times, name, f"{way}_seconds")
             held = None if gain is None else gain >= bar
@@ -79,8 +80,18 @@ def time_claims(times: dict[str, dict[str, float | None]], full: bool) -> list[C
                 continue  # what its server's step takes alone was not measured
             if (name, way) == ("thinwire", "paper"):
                 words = OWN_SERVER
-            claims.append(Claim(f"{name}: speed-up to the target, {words}", figure, gain, "x", held, note))
+            what = f"{name}: speed-up to the target, {words}"
+            claims.append(Claim(what, figure, gain, "x", held, _joined(note, epochs)))
     return claims
+
+
+def _seeds_told(seeds: dict[str, Seeds], name: str) -> str:
+    """The epochs of a method's single seeds, where it has several."""
+    return seeds[name].epochs_told() if len(seeds.get(name, ())) > 1 else ""
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 _PRODUCT = "simulated steps x the lab's step of a master that broadcasts its model to 13 workers"
@@ -93,26 +104,34 @@ _WAYS = {
 }
 
 
-def epoch_claims(curves: dict[str, Curve], full: bool) -> list[Claim]:
+def epoch_claims(seeds: dict[str, Seeds], full: bool) -> list[Claim]:
     """Epochs, judged next to the paper's where the data is as large as the paper's; fewer are as good."""
     claims = []
-    epochs = {n: c.reached / c.steps_per_epoch if c.reached else None for n, c in curves.items()}
-    for name, value in epochs.items():
-        end = f", diverged at step {curves[name].diverged}" if curves[name].diverged else ""
-        paper = PAPER_EPOCHS.get(name) if full else None
+    for name, own in seeds.items():
+        value, paper = own.epochs, PAPER_EPOCHS.get(name) if full else None
         held = (value is not None and value <= EPOCHS_OVER * paper) if paper else None
-        notes = [f"at most {EPOCHS_OVER:g}x the paper's is asked for"] if paper else []
-        notes += [] if value else [f"not reached: {100 * max(curves[name].train):.2f} % at best{end}"]
-        claims.append(Claim(f"{name}: epochs to 99.5 %", paper, value, "", held, "; ".join(notes)))
-    dense = epochs.get("dense")
-    if dense and "thinwire" in epochs:
-        thin = epochs["thinwire"]
+        asked = f"at most {EPOCHS_OVER:g}x the paper's is asked for" if paper else ""
+        note = _joined(asked, _seeds_told(seeds, name), _short_of_it(own))
+        claims.append(Claim(f"{name}: epochs to 99.5 %", paper, value, "", held, note))
+    dense = seeds["dense"].epochs if "dense" in seeds else None
+    if dense and "thinwire" in seeds:
+        thin = seeds["thinwire"].epochs
         ratio = thin / dense if thin else None
         held = ratio is not None and ratio <= EPOCHS_OVER
-        claims.append(
-            Claim("thinwire: epochs over dense's", None, ratio, "x", held, f"at most {EPOCHS_OVER:g}x is asked for")
-        )
+        asked = f"at most {EPOCHS_OVER:g}x is asked for"
+        note = _joined(asked, compared(seeds, "thinwire", Seeds.epochs_told))
+        claims.append(Claim("thinwire: epochs over dense's", None, ratio, "x", held, note))
     return claims
+
+
+def _short_of_it(own: Seeds) -> str:
+    """How far those seeds came that did not reach the target."""
+    found = []
+    for curve in own.curves.values():
+        if not curve.reached:
+            end = f", diverged at step {curve.diverged}" if curve.diverged else ""
+            found.append(f"{100 * max(curve.train):.2f} % at best{end}")
+    return f"not reached: {listed(found)}" if found else ""
 
 
 def phase_claims(phases: Any) -> list[Claim]:
@@ -127,23 +146,23 @@ def phase_claims(phases: Any) -> list[Claim]:
     return [*claims, Claim("percentile90: aggregation faster than dense", paper, gain, "x", gain >= paper)]
 
 
-def test_claims(curves: dict[str, Curve]) -> list[Claim]:
+def test_claims(seeds: dict[str, Seeds]) -> list[Claim]:
     """At the end, and over the last epochs: one epoch's test accuracy is off by more than what is asked for."""
-    if "dense" not in curves:
+    if "dense" not in seeds:
         return []
-    claims = []
+    claims, others = [], [name for name in seeds if name != "dense"]
     for words, last in (("at the end", 1), (f"mean of the last {LAST} evaluations", LAST)):
-        dense = 100 * statistics.mean(curves["dense"].test[-last:])
-        for name, curve in curves.items():
-            if name != "dense":
-                own = 100 * statistics.mean(curve.test[-last:])
-                note = f"{own:.2f} % against {dense:.2f} %; at least -0.3 is asked for"
-                what = f"{name}: test accuracy, {words}, points above dense's"
-                claims.append(Claim(what, None, own - dense, "", own >= dense - 0.3, note))
+        dense = seeds["dense"].test(last)
+        for name in others:
+            own = seeds[name].test(last)
+            single = compared(seeds, name, partial(Seeds.tests_told, last=last))
+            note = _joined(f"{own:.2f} % against {dense:.2f} %", "at least -0.3 is asked for", single)
+            what = f"{name}: test accuracy, {words}, points above dense's"
+            claims.append(Claim(what, None, own - dense, "", own >= dense - 0.3, note))
     return claims
 
 
-def verdict(times: dict[str, dict[str, float | None]], curves: dict[str, Curve]) -> str:
+def verdict(times: dict[str, dict[str, float | None]], seeds: dict[str, Seeds]) -> str:
     parts = []
     for name in ("percentile90", "thinwire"):
         gain = _speedup(times, name, "paper_seconds")
@@ -152,78 +171,28 @@ def verdict(times: dict[str, dict[str, float | None]], curves: dict[str, Curve])
             alone = f" ({own:.2f}x on hosts that do not share cores)" if own is not None else ""
             parts.append(f"{name} reaches 99.5 % train accuracy {gain:.2f}x sooner than dense{alone}")
     paper = PAPER_SECONDS["dense"] / PAPER_SECONDS["percentile90"]
+    means = f" Means of the seeds: {counted(seeds)}." if several(seeds) else ""
     if parts:
-        return f"{' and '.join(parts)}, with a master at 500 Mbit/s (the paper's: {paper:.2f}x)."
-    if not curves:
+        return f"{' and '.join(parts)}, with a master at 500 Mbit/s (the paper's: {paper:.2f}x).{means}"
+    if not seeds:
         return "Nothing is judged: no run to the target was made."
-    reached = [name for name, curve in curves.items() if curve.reached]
+    reached = [
+        name if own.steps else f"{name} ({len(own.reached)} of {len(own)} seeds)"
+        for name, own in seeds.items()
+        if own.reached
+    ]
     return f"Reached 99.5 % train accuracy: {', '.join(reached) or 'nobody'}; no time was predicted."
 
 
-def time_table(curves: dict[str, Curve], times: dict[str, dict[str, float | None]]) -> Table:
-    rows = []
-    for name, curve in curves.items():
-        t = times[name]
-        rows.append(
-            {
-                "Method": name,
-                "Epochs": number(curve.reached / curve.steps_per_epoch if curve.reached else None),
-                "Steps": number(curve.reached),
-                "Step": number(t["paper"], "s"),
-                "To target": number(t["paper_seconds"], "s"),
-                "Step, own cores": number(t["own"], "s"),
-                "To target, own cores": number(t["own_seconds"], "s"),
-                "Step, served": number(t["served"], "s"),
-                "To target, served": number(t["served_seconds"], "s"),
-                "Step, all-reduce": number(t["ring"], "s"),
-                "To target, all-reduce": number(t["ring_seconds"], "s"),
-                "Sent by a worker": number(curve.megabytes[-1], "MB"),
-                "Test accuracy": f"{100 * curve.test[-1]:.2f} %",
-            }
-        )
-    return Table("Steps to the target x time of a step", rows, _TIMED)
-
-
-_TIMED = (
-    "Steps: simulated exactly. Times: measured in the lab. First a master that broadcasts the model, as in the paper "
-    "(thinwire: its own server), on this machine's cores, which all hosts share; own cores: the same with the "
-    "computation of the slowest host alone; served: thinwire's server for all; all-reduce: no master."
-)
-
-
-def phase_table(title: str, phases: Any) -> Table:
-    rows = [
-        {"Method": name, **{words: number(row[key], "ms") for key, words in _PHASES.items() if key in row}}
-        for name, row in phases.items()
-    ]
-    return Table(title, rows, "13 workers' gradients are computed on this machine's cores.")
-
-
-_PHASES = {
-    "synchronise": "Synchronisation",
-    "compute": "Computation",
-    "alone": "Computation, one host alone",
-    "aggregate": "Aggregation",
-    "ms": "Step",
-}
-
-
-def sweep_table(sweep: dict[str, dict[float, Curve]]) -> Table:
-    rows = []
-    for dropped in (0.0, *DROPPED):
-        row = {"Dropped": f"{dropped:g} %"}
-        for words, found in sweep.items():
-            curve = found.get(dropped)
-            row[f"Loss, {words}"] = "–" if curve is None else "diverged" if curve.diverged else number(curve.loss[-1])
-            row[f"Train accuracy, {words}"] = f"{100 * curve.train[-1]:.1f} %" if curve else "–"
-        rows.append(row)
-    steps = max((c.step[-1] for found in sweep.values() for c in found.values()), default=0)
-    return Table("How much may be dropped", rows, f"After {steps} steps; 32-bit values.")
-
-
-def differences(workshop: Workshop, samples: int) -> list[str]:
+def differences(workshop: Workshop, samples: int, seeds: dict[str, Seeds]) -> list[str]:
     size = [] if workshop.full else [f"Small scale: the first {samples:,} training images instead of 50,000."]
     every = "the first 5,000 training images, every epoch" if workshop.full else "all of these, every other epoch"
+    trained = "Each method is trained with one seed, that of the initial weights and of the order of the images."
+    if workshop.full:
+        trained = (
+            f"Each method is trained with up to {SEEDS[True]} seeds, and figures are means over those that were run: "
+            f"{counted(seeds) or 'none'}. Seed n is that of the initial weights and of the order of the images."
+        )
     return [
         *size,
         "CIFAR-10 was re-encoded as JPEG where the data of the project's own results comes from.",
@@ -236,4 +205,5 @@ def differences(workshop: Workshop, samples: int) -> list[str]:
         "long as to one, and is shown next to it.",
         f"thinwire: the largest {10 if workshop.full else 1} % in 8 bits with memory, both ways with a master; "
         "simulated one way (Gather).",
+        trained,
     ]

@@ -1,0 +1,95 @@
+"""Seeds: a method's runs of SparsifyGradients that differ in their seed alone, and what they say together.
+
+Test accuracy moves by a point and more from epoch to epoch, and the epoch that meets the target is luck to a few.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from thinwire.reproduce.runs import Curve
+
+SEEDS = {False: 1, True: 3}  # of each method, by whether the scale is full
+LAST = 3  # evaluations of which a mean is taken
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """A method's curves by seed: at least one, and not those that were left out."""
+
+    curves: dict[int, Curve]
+
+    def __len__(self) -> int:
+        return len(self.curves)
+
+    @property
+    def reached(self) -> list[int]:
+        """The steps that met the target, of those seeds that met it."""
+        return [curve.reached for curve in self.curves.values() if curve.reached]
+
+    @property
+    def steps(self) -> float | None:
+        """Their mean; None unless every seed met the target, since a mean of the lucky ones would flatter."""
+        return statistics.mean(self.reached) if len(self.reached) == len(self) else None
+
+    @property
+    def epochs(self) -> float | None:
+        """The same in passes over the data."""
+        return self.steps / self._per_epoch if self.steps else None
+
+    def epochs_told(self) -> str:
+        """What `epochs` is the mean of, or how many of the seeds met the target."""
+        epochs = listed([f"{steps / self._per_epoch:g}" for steps in self.reached])
+        few = f"{len(self.reached)} of {len(self)} seeds reached the target" if self.steps is None else ""
+        return ": ".join(filter(None, [few, f"{epochs} epochs" if epochs else ""]))
+
+    def tests(self, last: int = 1) -> list[float]:
+        """Each seed's mean test accuracy over its last evaluations, in per cent."""
+        return [100 * statistics.mean(curve.test[-last:]) for curve in self.curves.values()]
+
+    def test(self, last: int = 1) -> float:
+        """Their mean."""
+        return statistics.mean(self.tests(last))
+
+    def tests_told(self, last: int = 1) -> str:
+        """What `test` is the mean of."""
+        return f"{listed([f'{value:.2f}' for value in self.tests(last)])} %"
+
+    @property
+    def megabytes(self) -> float:
+        """What a worker sent in all, on average."""
+        return statistics.mean(curve.megabytes[-1] for curve in self.curves.values())
+
+    @property
+    def _per_epoch(self) -> int:
+        return next(iter(self.curves.values())).steps_per_epoch
+
+
+def run_name(method: str, seed: int) -> str:
+    """What a run and its file are called."""
+    return f"{method}-seed{seed}" if seed else method
+
+
+def listed(words: Sequence[str]) -> str:
+    """One, two and three."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def counted(seeds: dict[str, Seeds]) -> str:
+    """How many seeds each method has."""
+    return listed([f"{len(own)} of {name}" for name, own in seeds.items()])
+
+
+def several(seeds: dict[str, Seeds]) -> bool:
+    """Whether any method has more than one seed."""
+    return any(len(own) > 1 for own in seeds.values())
+
+
+def compared(seeds: dict[str, Seeds], name: str, told: Callable[[Seeds], str]) -> str:
+    """The single seeds of a method next to dense's; nothing where neither has several, or one has none."""
+    pair = {each: seeds[each] for each in (name, "dense") if each in seeds}
+    if len(pair) < 2 or not several(pair):
+        return ""
+    own, dense = pair[name], pair["dense"]
+    counts = "" if len(own) == len(dense) else f" (seeds: {len(own)} against {len(dense)})"
+    return f"{name}: {told(own)}; dense: {told(dense)}{counts}"
