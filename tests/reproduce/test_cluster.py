@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.presets import codec_for
 from thinwire.recipes import get_recipe
 from thinwire.reproduce.cluster import Cluster, Diverged, Gradients, Setting
+from thinwire.reproduce.dropout import drawn
 from thinwire.reproduce.labs import Bed, end_to_end
 from thinwire.reproduce.runs import Curve, Goal, Probing, Simulation
 
@@ -136,3 +138,38 @@ def test_real_workers_reach_the_same_accuracies(tmp_path: Path) -> None:
     assert [step for step, _ in real["values"]] == curve.step
     # Sums in another order round differently, and a link's frames may not grow at once: a few samples may turn.
     assert curve.test == pytest.approx([value for _, value in real["values"]], abs=0.04)
+
+
+def test_dropout_is_the_same_with_any_number_of_threads() -> None:
+    recipe = get_recipe("digits")
+    train = recipe.load(None).train
+    pixels = train.batch([0])[0].numel()
+
+    def with_dropout() -> nn.Module:
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(pixels, 32), nn.Sequential(nn.ReLU(), nn.Dropout(0.5)), nn.Linear(32, 10)
+        )
+
+    runs = []
+    for threads in (1, 2):
+        run = Cluster(
+            replace(recipe, model=with_dropout),
+            train,
+            Setting(WORKERS, BATCH, LR, 0.0, codec_for("topk1")),
+            threads=threads,
+        )
+        losses = [run.step().loss for _ in range(5)]
+        run.close()
+        runs.append((losses, parameters(run)))
+    assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
+
+
+def test_dropout_draws_what_torch_draws() -> None:
+    x = torch.randn(64, 33)
+    model = nn.Sequential(nn.Dropout(0.3))
+    torch.manual_seed(7)
+    expected = model(x)
+    draws = drawn(model)
+    draws.seed(7)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model.eval()(x), x)

@@ -37,6 +37,8 @@ class UnitWatch:
 
     def factors(self) -> dict[str, float]:
         """By what each parameter's memory must be multiplied before this step; rates of zero change nothing."""
+        if self._optimizer is None and self._scaler is None:
+            return {}
         rates, scale = self._present_rates(), self._present_scale()
         factors = {}
         for name in self._names.values():

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, frames_of
 from thinwire.codec.memory import MomentumResidual
 from thinwire.errors import ThinwireError
 from thinwire.recipes.recipe import DataOrder, Recipe, Split, classify
+from thinwire.reproduce.dropout import drawn
 
 Gradients = dict[str, Tensor]
 # Sees all workers' gradients before they are encoded, next to the codecs that hold their memories.
@@ -66,8 +67,8 @@ class Cluster:
         self.numels = [p.numel() for p in self.parameters]
         self.done = 0
         self.frames: list[Frame] = []  # of the last step, by worker
-        # Dropout draws from the one generator of the process, so that workers with dropout take turns.
-        self._threads = 1 if any(isinstance(module, nn.Dropout) for module in self.model.modules()) else threads
+        self._draws = drawn(self.model)
+        self._threads = threads
         # One thread for each of torch's operations: two were no faster on a GRU's small ones and took a third more.
         self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(1,))
 
@@ -89,8 +90,7 @@ class Cluster:
 
     def gradients(self, workers: Sequence[int]) -> tuple[float, Gradients]:
         """Mean loss and mean gradient of some workers' batches, as one batch."""
-        if self._threads == 1:
-            torch.manual_seed((self.setting.seed * 1_000_003 + self.done + 1) * 4099 + workers[0])
+        self._draws.seed((self.setting.seed * 1_000_003 + self.done + 1) * 4099 + workers[0])
         samples = [sample for worker in workers for sample in self.order.at(self.done, worker)]
         loss = self.recipe.loss(self.model, self._train.batch(samples))
         found = torch.autograd.grad(loss, self.parameters)
