@@ -1,6 +1,6 @@
 // The part of the Python module that reads: frames, shards and sums of them.
 #include "bindings.hpp"
-#include "reader.hpp"
+#include "reading.hpp"
 #include "shards.hpp"
 #include "sum.hpp"
 
@@ -124,10 +124,10 @@ void bind_frames(nb::module_& m) {
              nb::gil_scoped_release release;
              f.count = 0;
              if (f.readers.size() < messages.size()) f.readers.resize(messages.size());
-             for (size_t i = 0; i < messages.size(); ++i) {
-               const auto& [frame, size] = messages[i];
-               f.readers[i].read(at<const uint8_t>(frame), size, numels[i % numels.size()], trailing);
-             }
+             std::vector<Message> frames;
+             for (const auto& [frame, size] : messages)
+               frames.push_back({at<const uint8_t>(frame), size, &numels[frames.size() % numels.size()]});
+             read_frames(frames, f.readers, trailing);
              f.count = messages.size();
            })
       .def_prop_ro("lengths",

@@ -24,11 +24,22 @@ constexpr size_t kMostPositionBytes = 1 + (kBlock * 66 + 2 * kBlock + 64) / 8 + 
 // returns the bytes written. out has kMostPositionBytes.
 size_t write_positions(const uint64_t* positions, size_t n, uint64_t previous, uint8_t* out);
 
-// Reads the gaps of n positions below numel from in (the byte after the coding byte) into out, which
-// receives uint32_t or uint64_t. Returns the bytes read, or 0 with *error set.
+// The gaps of a block's n positions above `previous` and below numel, from `in` (the byte after the coding byte), and
+// where the positions go, as uint32_t or uint64_t.
 template <class Position>
-size_t read_positions(uint8_t parameter, const uint8_t* in, const uint8_t* end, size_t n, uint64_t previous,
-                      uint64_t numel, Position* out, const char** error);
+struct Gaps {
+  uint8_t parameter;
+  const uint8_t *in, *end;
+  size_t n;
+  uint64_t previous, numel;
+  Position* out;
+  size_t read = 0;  // bytes, unless there is an error
+  const char* error = nullptr;
+};
+template <class Position>
+void read_positions(Gaps<Position>&);
+// Two blocks, sooner than one after the other.
+void read_positions(Gaps<uint32_t>&, Gaps<uint32_t>&);
 
 // RandomK: position j of k lies at a random place in the j-th of k equal strata of n elements.
 inline uint64_t stratum_position(uint64_t seed, uint64_t j, uint64_t k, uint64_t n) {

@@ -40,7 +40,8 @@ struct Section {
 
 class Reader {
  public:
-  class Walk;  // see sum.cpp
+  class Walk;     // see sum.cpp
+  class Reading;  // see reading.hpp
 
   // numels: the sizes of the tensors that the receiver expects, by id. Throws FrameFault.
   // trailing: bytes after the frame are allowed (padding of collectives of a fixed size).
@@ -67,13 +68,6 @@ class Reader {
     uint32_t count;
     bool run;
   };
-  class Cursor;
-  void read_header(const uint8_t* frame, size_t size, bool trailing);
-  void read_section(Cursor&, const std::vector<uint64_t>& numels, int64_t& last_id);
-  void read_gaps(Cursor&, const Section&);
-  void read_strata(Cursor&, const Section&, uint64_t seed);
-  template <class Position>
-  void take_gaps(Cursor&, const Section&, Block&, uint8_t coding, uint64_t& previous, Positions<Position>&);
   template <class F>
   void for_blocks(const Section&, F&&) const;
 
@@ -82,7 +76,6 @@ class Reader {
   // Positions take four bytes while they can: half the memory and half the traffic.
   Positions<uint32_t> positions32_;
   Positions<uint64_t> positions64_;
-  uint32_t section_count_ = 0;
   uint8_t flags_ = 0;
   size_t length_ = 0;
 };

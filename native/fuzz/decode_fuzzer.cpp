@@ -1,11 +1,11 @@
 // Coverage-guided fuzzing of what reads frames: any bytes are either refused or read within bounds, and the sum of
-// frames and the reader of shards find the same in them.
+// frames, frames read in turns and the reader of shards find the same in them.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 
 #include "../crc32c.hpp"
-#include "../reader.hpp"
+#include "../reading.hpp"
 #include "../shards.hpp"
 #include "../sum.hpp"
 
@@ -23,6 +23,15 @@ void require(bool holds) {
   if (!holds) std::abort();
 }
 
+// A true length and checksum: else every mutation would stop there.
+void repair(std::vector<uint8_t>& frame) {
+  if (frame.size() < kHeaderBytes) return;
+  const uint64_t length = frame.size();
+  std::memcpy(frame.data() + kAtLength, &length, 8);
+  const uint32_t crc = frame_crc(frame.data(), frame.size());
+  std::memcpy(frame.data() + kAtCrc, &crc, 4);
+}
+
 void read_all(const Reader& reader) {
   for (const Section& s : reader.sections()) {
     std::vector<uint64_t> positions(s.count);
@@ -37,6 +46,40 @@ void read_all(const Reader& reader) {
     reader.add(s, out.data(), 1.0f);
     for (uint64_t i = 0; i < s.count; ++i) require(out[positions[i]] == values[i]);
   }
+}
+
+using Entries = std::vector<std::pair<uint64_t, float>>;
+
+Entries entries_of(const Reader& reader) {
+  Entries found;
+  for (const Section& s : reader.sections()) {
+    std::vector<uint64_t> positions(s.count);
+    std::vector<float> values(s.count);
+    reader.entries(s, positions.data(), values.data());
+    for (uint64_t i = 0; i < s.count; ++i) found.emplace_back(positions[i], values[i]);
+  }
+  return found;
+}
+
+// Two frames in turns: what is found, or said of the first bad one, is the same as alone.
+void read_together(const std::vector<uint8_t>& one, const std::vector<uint8_t>& other,
+                   const std::vector<uint64_t>& numels, bool trailing) {
+  const std::vector<Message> messages = {{one.data(), one.size(), &numels}, {other.data(), other.size(), &numels}};
+  std::vector<Entries> alone;
+  std::string expected, fault;
+  try {
+    for (const Message& m : messages) alone.push_back(entries_of(Reader(m.frame, m.size, numels, trailing)));
+  } catch (const FrameFault& error) {
+    expected = error.what();
+  }
+  std::vector<Reader> readers(messages.size());
+  try {
+    read_frames(messages, readers, trailing);
+    for (size_t i = 0; i < readers.size(); ++i) require(expected.empty() && entries_of(readers[i]) == alone[i]);
+  } catch (const FrameFault& error) {
+    fault = error.what();
+  }
+  require(fault == expected);
 }
 
 uint64_t largest(const std::vector<uint64_t>& numels) {
@@ -90,16 +133,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
   const uint8_t choice = data[0];
   std::vector<uint8_t> frame(data + 1, data + size);
-  // The checksum would stop every mutation: most inputs get a header that passes, some are read as they are.
-  if ((choice & 7) && frame.size() >= kHeaderBytes) {
-    const uint64_t length = frame.size();
-    std::memcpy(frame.data() + kAtLength, &length, 8);
-    const uint32_t crc = frame_crc(frame.data(), frame.size());
-    std::memcpy(frame.data() + kAtCrc, &crc, 4);
-  }
+  if (choice & 7) repair(frame);  // some are read as they are
   const auto& numels = kReceivers[(choice >> 3) % kReceivers.size()];
+  const bool trailing = (choice & 7) == 1;
+  std::vector<uint8_t> beginning(frame.begin(), frame.begin() + ptrdiff_t(frame.size() / 2));
+  repair(beginning);
+  read_together(frame, frame, numels, trailing);
+  read_together(beginning, frame, numels, trailing);
   try {
-    const Reader reader(frame.data(), frame.size(), numels, (choice & 7) == 1);
+    const Reader reader(frame.data(), frame.size(), numels, trailing);
     read_all(reader);
     if (reader.length() < frame.size() || (reader.flags() & kNonFinite) || largest(numels) > kMostOut) return 0;
     sum_one(reader, numels);

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
-    *("reader.cpp", "positions.cpp", "values.cpp", "crc32c.cpp"),
+    *("reading.cpp", "reader.cpp", "gaps.cpp", "values.cpp", "crc32c.cpp"),
     *("sum.cpp", "shard_reader.cpp", "fuzz/decode_fuzzer.cpp"),
 ]
 FLAGS = ["-std=c++20", "-g", "-O1", "-ffp-contract=off", "-fsanitize=fuzzer,address,undefined"]

@@ -1,0 +1,237 @@
+// Reads gaps. A gap's bits tell where the next one's begin, so that a core waits for itself from gap to gap: two blocks
+// of different frames are read in turns, and the one's waiting is the other's work.
+#include <algorithm>
+
+#include "golomb.hpp"
+#include "positions.hpp"
+
+namespace thinwire {
+namespace {
+
+class BitReader {
+ public:
+  BitReader(const uint8_t* in, const uint8_t* end) : at_(in), end_(end) { refill(); }
+  bool far_from_end() const { return end_ - at_ >= 8; }
+  void refill_far_from_end() {
+    uint64_t word;
+    std::memcpy(&word, at_, 8);
+    word_ |= word << held_;
+    at_ += (63 - held_) >> 3;
+    held_ |= 56;
+  }
+  void refill() {
+    if (far_from_end()) {
+      refill_far_from_end();
+    } else {
+      while (held_ < 56 && at_ < end_) {
+        word_ |= uint64_t(*at_++) << held_;
+        held_ += 8;
+      }
+    }
+  }
+  unsigned held() const { return held_; }
+  uint64_t peek() const { return word_; }
+  void drop(unsigned n) {
+    word_ >>= n;
+    held_ -= n;
+  }
+  // n bits were taken, and these are left.
+  void keep(uint64_t word, unsigned n) {
+    word_ = word;
+    held_ -= n;
+  }
+  // The first byte that no bit has been taken from.
+  const uint8_t* finish() const { return at_ - held_ / 8; }
+  bool padding_is_zero() const { return (word_ & ((uint64_t(1) << (held_ % 8)) - 1)) == 0; }
+
+ private:
+  const uint8_t* at_;
+  const uint8_t* end_;
+  uint64_t word_ = 0;
+  unsigned held_ = 0;
+};
+
+constexpr const char* kTruncatedGaps = "the frame ends within the positions of a block";
+constexpr const char* kOutside = "a position lies outside of its tensor";
+
+// One gap the careful way: any quotient, any shift, any distance to the end.
+bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const char** error) {
+  uint64_t quotient = 0;
+  unsigned zeros;
+  for (;;) {
+    bits.refill();
+    if (bits.held() == 0) return *error = kTruncatedGaps, false;
+    zeros = bits.peek() ? unsigned(std::countr_zero(bits.peek())) : 64;
+    if (zeros < bits.held()) break;
+    quotient += bits.held();
+    bits.drop(bits.held());
+    if (quotient > most) return *error = kOutside, false;
+  }
+  quotient += zeros;
+  bits.drop(zeros);
+  bits.drop(1);
+  bits.refill();
+  const Code code = truncated.decode[d.factor][bits.peek() & 7];
+  if (code.length > bits.held()) return *error = kTruncatedGaps, false;
+  bits.drop(code.length);
+  if (quotient > most) return *error = kOutside, false;
+  const uint64_t high = quotient * d.factor + code.bits;
+  if (high > most >> d.shift) return *error = kOutside, false;
+  uint64_t low = 0;
+  for (unsigned done = 0; done < d.shift;) {
+    bits.refill();
+    const unsigned take = d.shift - done < 32 ? d.shift - done : 32;
+    if (bits.held() < take) return *error = kTruncatedGaps, false;
+    low |= (bits.peek() & ((uint64_t(1) << take) - 1)) << done;
+    bits.drop(take);
+    done += take;
+  }
+  gap = high << d.shift | low;
+  return true;
+}
+
+// What the next bits of the stream tell by themselves: quotient * factor + remainder in the high byte, and in the low
+// byte how many bits that took, or kLong if it takes more than these.
+constexpr unsigned kPeek = 11, kLong = 64;
+struct Prefixes {
+  uint16_t of[8][1u << kPeek];
+  Prefixes() : of{} {
+    for (unsigned factor = 1; factor < 8; ++factor)
+      for (unsigned next = 0; next < (1u << kPeek); ++next) {
+        const unsigned zeros = unsigned(std::countr_zero(next | 1u << kPeek));
+        const Code code = truncated.decode[factor][next >> zeros >> 1 & 7];
+        const unsigned length = zeros + 1 + code.length;
+        of[factor][next] = uint16_t(length > kPeek ? kLong : (zeros * factor + code.bits) << 8 | length);
+      }
+  }
+};
+const Prefixes prefixes;
+
+// One block on its way from bits to positions.
+template <class Position>
+class Lane {
+ public:
+  // Apart from the lane, and by value where it leaves the loop: so it stays in registers.
+  struct State {
+    BitReader bits;
+    uint64_t next;  // the lowest place that the next entry can take
+    Position* out;
+  };
+
+  explicit Lane(Gaps<Position>& gaps)
+      : gaps_(gaps),
+        divisor_(divisor_of(gaps.parameter)),
+        prefixes_(prefixes.of[divisor_.factor]),
+        low_((uint64_t(1) << divisor_.shift) - 1),
+        batch_(std::min<size_t>(56 / (kPeek + divisor_.shift), 3)),
+        stop_(gaps.out + gaps.n),
+        last_(batch_ && batch_ <= gaps.n ? stop_ - batch_ + 1 : gaps.out) {}
+  State begin() const { return {BitReader(gaps_.in, gaps_.end), gaps_.previous + 1, gaps_.out}; }
+
+  bool ready(const State& s) const { return s.out < last_ && s.bits.far_from_end(); }
+  // As many gaps as one refill serves, or the first of them if a code among them is long, which is rare.
+  [[gnu::always_inline]] void batch(State& s) {
+    s.bits.refill_far_from_end();
+    uint64_t word = s.bits.peek(), next = s.next;
+    unsigned told = 0;
+    const auto one = [&](size_t i) {
+      const unsigned prefix = prefixes_[word & ((1u << kPeek) - 1)];
+      const uint64_t rest = word >> (prefix & 63);
+      told += prefix;
+      word = rest >> divisor_.shift;
+      next += uint64_t(prefix >> 8) << divisor_.shift | (rest & low_);
+      s.out[i] = Position(next++);
+    };
+    one(0);
+    if (batch_ > 1) [[likely]] one(1);
+    if (batch_ > 2) [[likely]] one(2);
+    if (told & (kLong | 2 * kLong)) [[unlikely]] return single(s);  // one of them is, or two or three
+    s.bits.keep(word, (told & 63) + unsigned(batch_) * divisor_.shift);
+    s.next = next;
+    s.out += batch_;
+  }
+  // The rest, and what must hold in the end.
+  void finish(State s) {
+    while (ready(s)) batch(s);
+    while (s.out < stop_) {
+      if (batch_ && s.bits.far_from_end()) {
+        s.bits.refill_far_from_end();
+        single(s);
+      } else {
+        s = careful(s);
+      }
+    }
+    if (gaps_.error) return;
+    if (s.next > gaps_.numel)
+      gaps_.error = kOutside;
+    else if (!s.bits.padding_is_zero())
+      gaps_.error = "the padding after a block's positions is not zero";
+    else
+      gaps_.read = size_t(s.bits.finish() - gaps_.in);
+  }
+
+ private:
+  // A gap with all its bits within the 56 that are held, or else the careful way. Those of lanes with batches are below
+  // 2^51: the sum of a block's cannot wrap, so that one check after the last is enough.
+  [[gnu::always_inline]] void single(State& s) {
+    const uint64_t word = s.bits.peek();
+    const unsigned zeros = unsigned(std::countr_zero(word | uint64_t(1) << 63));
+    if (zeros + 4 + divisor_.shift > 56) {
+      s = careful(s);
+      return;
+    }
+    const uint64_t rest = word >> zeros >> 1;
+    const Code code = truncated.decode[divisor_.factor][rest & 7];
+    s.bits.drop(zeros + 1 + code.length + divisor_.shift);
+    s.next += (uint64_t(zeros) * divisor_.factor + code.bits) << divisor_.shift | (rest >> code.length & low_);
+    *s.out++ = Position(s.next++);
+  }
+
+  // Any gap at any distance to the end. After an error the lane is at its end.
+  [[gnu::noinline]] State careful(State s) {
+    const uint64_t room = s.next < gaps_.numel ? gaps_.numel - s.next : 0;
+    uint64_t gap = 0;
+    // If a position was outside, that is the error, whatever follows: which gaps came in batches must not matter.
+    if (s.next > gaps_.numel || (read_gap(s.bits, divisor_, room, gap, &gaps_.error) && gap >= room))
+      gaps_.error = kOutside;
+    if (gaps_.error) {
+      s.out = stop_;
+      return s;
+    }
+    s.next += gap;
+    *s.out++ = Position(s.next++);
+    return s;
+  }
+
+  Gaps<Position>& gaps_;
+  const Divisor divisor_;
+  const uint16_t* const prefixes_;
+  const uint64_t low_;
+  const size_t batch_;     // gaps that one refill serves if no code is long; 0 if there are too many low bits
+  Position* const stop_;
+  Position* const last_;  // a batch begins before it
+};
+
+}  // namespace
+
+template <class Position>
+void read_positions(Gaps<Position>& gaps) {
+  Lane<Position> lane(gaps);
+  lane.finish(lane.begin());
+}
+
+void read_positions(Gaps<uint32_t>& one, Gaps<uint32_t>& other) {
+  Lane<uint32_t> a(one), b(other);
+  auto s = a.begin(), t = b.begin();
+  while (a.ready(s) && b.ready(t)) {
+    a.batch(s);
+    b.batch(t);
+  }
+  a.finish(s);
+  b.finish(t);
+}
+
+template void read_positions(Gaps<uint32_t>&);
+template void read_positions(Gaps<uint64_t>&);
+
+}  // namespace thinwire

@@ -1,0 +1,36 @@
+// What the writer and the reader of gaps share: codes of remainders.
+#pragma once
+#include "common.hpp"
+
+namespace thinwire {
+
+struct Code {
+  uint8_t bits;
+  uint8_t length;
+};
+
+// Truncated binary codes for remainders below 1 to 7, so written that the first bits tell the length.
+struct Truncated {
+  Code encode[8][8];
+  Code decode[8][8];  // by the next three bits of the stream: the remainder and its length
+  constexpr Truncated() : encode{}, decode{} {
+    for (unsigned m = 1; m < 8; ++m) {
+      unsigned width = 0;
+      while ((1u << width) < m) ++width;
+      const unsigned cutoff = (1u << width) - m;
+      for (unsigned r = 0; r < m; ++r) {
+        Code c{uint8_t(r), uint8_t(width ? width - 1 : 0)};
+        if (width && r >= cutoff) {
+          const unsigned t = r + cutoff;
+          c = {uint8_t(t >> 1 | (t & 1) << (width - 1)), uint8_t(width)};
+        }
+        encode[m][r] = c;
+        for (unsigned high = 0; high < (8u >> c.length); ++high)
+          decode[m][c.bits | high << c.length] = {uint8_t(r), c.length};
+      }
+    }
+  }
+};
+inline constexpr Truncated truncated;
+
+}  // namespace thinwire

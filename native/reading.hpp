@@ -1,0 +1,91 @@
+// Frames on their way into readers, block by block, so that two can be read in turns.
+#pragma once
+#include "positions.hpp"
+#include "reader.hpp"
+
+namespace thinwire {
+
+// The bytes between a place and the frame's end.
+class Cursor {
+ public:
+  Cursor(const uint8_t* at, const uint8_t* end) : at_(at), end_(end) {}
+  const uint8_t* at() const { return at_; }
+  const uint8_t* end() const { return end_; }
+  size_t left() const { return size_t(end_ - at_); }
+  void need(size_t n, const char* what) const {
+    if (left() < n) throw FrameFault(std::string("the frame ends within ") + what);
+  }
+  void skip(size_t n) { at_ += n; }
+  uint8_t byte(const char* what) {
+    need(1, what);
+    return *at_++;
+  }
+  uint64_t fixed(unsigned width, const char* what) {
+    need(width, what);
+    uint64_t x = 0;
+    std::memcpy(&x, at_, width);
+    at_ += width;
+    return x;
+  }
+  uint64_t varint(const char* what) {
+    uint64_t x = 0;
+    for (unsigned shift = 0; shift < 64; shift += 7) {
+      const uint8_t b = byte(what);
+      if (shift == 63 && b > 1) break;
+      if (shift && b == 0) throw FrameFault(std::string("a number is not in its shortest form in ") + what);
+      x |= uint64_t(b & 127) << shift;
+      if (b < 128) return x;
+    }
+    throw FrameFault(std::string("a number is longer than 64 bits in ") + what);
+  }
+
+ private:
+  const uint8_t* at_;
+  const uint8_t* end_;
+};
+
+class Reader::Reading {
+ public:
+  // Reads the header. All of this throws FrameFault.
+  Reading(Reader&, const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing);
+  // Goes on to the next block of coded gaps, which the caller reads before it asks again; false after the last block.
+  bool next();
+  Gaps<uint32_t>& gaps() { return gaps_; }
+
+ private:
+  void read_header(const uint8_t* frame, size_t size, bool trailing);
+  void open_section();
+  void close_section();
+  bool open_block();
+  void close_block();
+  template <class Position>
+  Gaps<Position> gaps_of_block(uint8_t coding, Positions<Position>&);
+  template <class Position>
+  void take(const Gaps<Position>&);
+  void read_strata(uint64_t seed);
+
+  Reader& reader_;
+  const std::vector<uint64_t>& numels_;
+  Cursor cursor_{nullptr, nullptr};
+  uint32_t left_ = 0;  // sections that were not begun
+  int64_t last_id_ = -1;
+  // The section being read, how many of its entries were, and the position of the last of them.
+  bool open_ = false;
+  Section section_{};
+  uint64_t done_ = 0, previous_ = 0;
+  // Its block being read, and whether its gaps are the caller's to read.
+  Block block_{};
+  bool coded_ = false;
+  Gaps<uint32_t> gaps_{};
+};
+
+struct Message {
+  const uint8_t* frame;
+  size_t size;
+  const std::vector<uint64_t>* numels;
+};
+
+// Reads each message into the reader of its place. Throws the fault of the first message that has one.
+void read_frames(const std::vector<Message>&, std::vector<Reader>&, bool trailing);
+
+}  // namespace thinwire
