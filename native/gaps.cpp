@@ -171,8 +171,8 @@ class Lane {
   }
 
  private:
-  // A gap with all its bits within the 56 that are held, or else the careful way. Those of lanes with batches are below
-  // 2^51: the sum of a block's cannot wrap, so that one check after the last is enough.
+  // A gap whose bits are all among the 56 that are held; another one goes the careful way. Batches and this are for
+  // gaps below 2^51: the sum of a block's cannot wrap, so that one check after the last is enough.
   [[gnu::always_inline]] void single(State& s) {
     const uint64_t word = s.bits.peek();
     const unsigned zeros = unsigned(std::countr_zero(word | uint64_t(1) << 63));
@@ -207,7 +207,7 @@ class Lane {
   const Divisor divisor_;
   const uint16_t* const prefixes_;
   const uint64_t low_;
-  const size_t batch_;     // gaps that one refill serves if no code is long; 0 if there are too many low bits
+  const size_t batch_;  // gaps that one refill serves if no code is long; 0 if there are too many low bits
   Position* const stop_;
   Position* const last_;  // a batch begins before it
 };

@@ -8,6 +8,7 @@ import torch
 import thinwire as tw
 from tests.codec import reference
 from tests.codec.reference import varint
+from tests.codec.reference_positions import Bits
 from thinwire import _native
 
 NUMELS = [600, 40, 0]
@@ -166,6 +167,18 @@ def test_lengths() -> None:
     assert "shorter than its header" in refused(b"")
     padded = tw.FrameReader(tw.Frame.from_bytes(frame + bytes(100)), NUMELS, trailing=True)
     assert padded.length == len(frame)
+
+
+def test_a_position_outside_is_the_error_wherever_the_frame_ends_after_it() -> None:
+    """The first fault in the order of the bytes, however many gaps the reader takes at a time."""
+    bits = Bits()
+    for i in range(200):  # 17 low bits after quotients of eight and, where a frame may end within them, of zero
+        zeros = 0 if i % 3 == 2 else 8
+        bits.put(1 << zeros, zeros + 3)
+        bits.put(1, 17)
+    for length in range(30, 300):
+        rest = bytes([3 + 4 * 17]) + bits.bytes()[:length]
+        assert "outside of its tensor" in refused(framed(section(count=b"\xc8\x00", rest=rest)))
 
 
 def test_counts_of_huge_tensors_take_no_memory() -> None:
