@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire as tw
 from tests.cluster import Cluster
 from tests.ddp import jobs
+from thinwire.codec.parts import encode_parts
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -188,3 +189,24 @@ def logged(rank: int, world: int) -> str:
 
 def test_the_choice_of_exchange_is_said(cluster: Cluster) -> None:
     assert all(why.startswith("gather: ") for why in cluster.run(logged, 2, 2))
+
+
+def steps_without_the_single_call(rank: int, codec: str | float) -> int:
+    """How many buckets were encoded step by step, instead of by one call of the kernels."""
+    called = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        called.append(1)
+        return encode_parts(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thinwire.exchange.gather.encode_parts", counted)
+        model = jobs.make(buckets=3)
+        with tw.attach(model, codec, exchange="gather"):
+            jobs.train(model, rank, range(5), torch.optim.SGD(model.parameters(), lr=0.1))
+    return len(called)
+
+
+def test_buckets_that_stay_in_place_take_one_call(cluster: Cluster) -> None:
+    assert cluster.run(steps_without_the_single_call, 2, 0.05) == [0, 0]
+    assert min(cluster.run(steps_without_the_single_call, 2, "percentile90")) > 0

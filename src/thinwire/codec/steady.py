@@ -61,7 +61,7 @@ class SteadyEncoder:
         """What the kernels must know; None if this codec or these tensors need more than they do in one call."""
         codec = self._codec
         simple = codec.scope == "tensor" and codec.kernels != "torch" and codec.values.seed is None
-        if not simple or not isinstance(codec.memory, Residual | Drop) or tensors.plain is None:
+        if not simple or type(codec.memory) not in (Residual, Drop) or tensors.plain is None:
             return None
         described = []
         for (name, tensor), reserve in zip(tensors.items(), self._reserves, strict=True):
