@@ -118,10 +118,6 @@ class Group(ABC):
         The share is less than the density where many magnitudes are equal: then ties must make up the difference.
         """
 
-    def sampled_thresholds(self, densities: Sequence[float], wanted: int, seed: int) -> list[float]:
-        """For each density a threshold that about this share of the magnitudes exceeds, from a sample."""
-        return [threshold for threshold, _ in self.sampled(densities, wanted, seed)]
-
     @abstractmethod
     def moments(self, wanted: int, seed: int) -> Moments:
         """Moments of about `wanted` sampled elements, or of all."""
