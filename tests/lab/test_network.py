@@ -185,6 +185,17 @@ def test_loss_acts_on_real_packets_not_on_super_packets() -> None:
     assert "counter packets 0 bytes 0" in answer["output"]
 
 
+def test_the_switch_is_no_router() -> None:
+    """What hosts send each other passes no IP firewall, although this kernel can show bridged packets to one."""
+    rules = "table ip t { chain c { type filter hook forward priority 0; counter; }; }"
+    with Lab(2, rate="100mbit") as lab:
+        lab._spaces.batch(SWITCH, ["nft", "-f", "-"], [rules])
+        goodput(lab, [(0, 1)], seconds=0.5)
+        answer = lab._spaces.ask("run", where=SWITCH, argv=["nft", "list", "ruleset"], text="")
+        assert lab.counters()[0].sent_packets > 100
+    assert "counter packets 0 bytes 0" in answer["output"]
+
+
 def test_a_delay_is_used_or_its_lack_is_named() -> None:
     try:
         with Lab(2, delay="50ms") as lab:

@@ -1,7 +1,7 @@
 """One host of SparsifyGradients as the paper describes it: broadcast, compute, send to the master, one after the other.
 
-Rank 0 is the master and computes no gradient. The model goes down dense, in pieces along a chain of hosts, which is how
-Open MPI broadcasts a long message. Gradients come up whole, or as 8 bytes per kept value (int32, float32).
+Rank 0 is the master and computes no gradient. The model goes down dense, along a chain of hosts. Gradients come up
+whole, or as 8 bytes per kept value (int32, float32).
 Prints the times of every step by the machine's one monotonic clock, which all emulated hosts share; and how long a
 gradient takes a host that has the machine's cores for itself.
 """
@@ -21,11 +21,11 @@ from thinwire.codec.memory import Drop
 from thinwire.codec.selection import Percentile
 from thinwire.codec.values import Float32
 from thinwire.recipes.convnet import cuda_convnet
+from thinwire.reproduce.chain import Chain
 
 # Of the sum of the gradients: only the time counts, and at a rate from which a network learns, on these images it
 # diverges or ends with gradients of zeros, which need not be sent.
 RATE = 1e-3 / 13
-PIECE = 1 << 16  # floats that a host passes on at once
 ALONE = 5  # times that all hosts take their turns
 # The paper's threshold is that of all values, not of a sample.
 PAPER = {"percentile90": Codec(Percentile(90, exact=True), Float32(), Drop())}
@@ -34,7 +34,7 @@ PAPER = {"percentile90": Codec(Percentile(90, exact=True), Float32(), Drop())}
 class Host:
     """A model as one vector, and this host's part in a step."""
 
-    def __init__(self, method: str, batch: int) -> None:
+    def __init__(self, method: str, batch: int, chain: Chain) -> None:
         torch.manual_seed(0)
         self.model = cuda_convnet()
         self.codec: Codec | None = None if method == "dense" else PAPER[method].fresh()
@@ -43,19 +43,12 @@ class Host:
         self.master, self.world = dist.get_rank() == 0, dist.get_world_size()
         self.vector = nn.utils.parameters_to_vector(self.model.parameters()).detach()
         self.batch, self.generator = batch, torch.Generator().manual_seed(dist.get_rank())
+        self.chain = chain
         self.sent = 0  # bytes of the last gradient
 
     def synchronise(self) -> None:
-        """Everybody gets the master's model from the host before, and passes each piece on while the next one comes."""
-        rank, pieces = dist.get_rank(), list(enumerate(self.vector.split(PIECE)))
-        coming = {} if self.master else {tag: dist.irecv(piece, src=rank - 1, tag=tag) for tag, piece in pieces}
-        leaving = []
-        for tag, piece in pieces:
-            _wait(coming.get(tag))
-            if rank + 1 < self.world:
-                leaving.append(dist.isend(piece, dst=rank + 1, tag=tag))
-        for sent in leaving:
-            _wait(sent)
+        """Everybody gets the master's model."""
+        self.chain.pass_on(self.vector)
         nn.utils.vector_to_parameters(self.vector, self.model.parameters())
 
     def compute(self) -> Tensor:
@@ -96,11 +89,6 @@ class Host:
                 self.vector.index_add_(0, rows[0].view(torch.int32), rows[1], alpha=-RATE)
 
 
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
-
-
 def step_of(host: Host) -> dict[str, float]:
     """One step; the phases are kept apart by barriers, as in a bulk synchronous system."""
     times = {"began": time.monotonic()}
@@ -132,8 +120,9 @@ def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    chain = Chain()
     for method in options["methods"]:
-        host = Host(method, options["batch"])
+        host = Host(method, options["batch"], chain)
         begun = host.vector.clone()
         for _ in range(options["steps"]):
             times = step_of(host)
@@ -144,6 +133,7 @@ def main() -> None:
             slowest = alone(host)
             if host.master:
                 print("ALONE " + json.dumps({"method": method, "seconds": slowest}), flush=True)
+    chain.close()
     dist.destroy_process_group()
 
 
