@@ -1,12 +1,13 @@
 """The simulated cluster: the same numbers as real workers, and as itself after an interruption."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.presets import codec_for
@@ -140,20 +141,36 @@ def test_real_workers_reach_the_same_accuracies(tmp_path: Path) -> None:
     assert curve.test == pytest.approx([value for _, value in real["values"]], abs=0.04)
 
 
-def test_dropout_is_the_same_with_any_number_of_threads() -> None:
+class _Attentive(nn.Module):
+    """Attention's own dropout draws inside its operation, where no generator can be given."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__()
+        self.inputs, self.output = nn.Linear(pixels, 32), nn.Linear(32, 10)
+        self.layer = nn.TransformerEncoderLayer(32, 2, 32, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.output(self.layer(self.inputs(x.flatten(1)).unsqueeze(1).expand(-1, 3, -1)).mean(1))
+        return out
+
+
+def _plain(pixels: int) -> nn.Module:
+    shared = nn.Dropout(0.5)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(pixels, 32), nn.Sequential(nn.ReLU(), shared, shared), nn.Linear(32, 10)
+    )
+
+
+@pytest.mark.parametrize("model", [_plain, _Attentive])
+def test_dropout_is_the_same_with_any_number_of_threads(model: Callable[[int], nn.Module]) -> None:
     recipe = get_recipe("digits")
     train = recipe.load(None).train
     pixels = train.batch([0])[0].numel()
-
-    def with_dropout() -> nn.Module:
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(pixels, 32), nn.Sequential(nn.ReLU(), nn.Dropout(0.5)), nn.Linear(32, 10)
-        )
-
     runs = []
-    for threads in (1, 2):
+    for threads in (1, 2, 2):
+        torch.manual_seed(threads)  # what others drew before does not matter
         run = Cluster(
-            replace(recipe, model=with_dropout),
+            replace(recipe, model=lambda: model(pixels)),
             train,
             Setting(WORKERS, BATCH, LR, 0.0, codec_for("topk1")),
             threads=threads,
@@ -161,7 +178,8 @@ def test_dropout_is_the_same_with_any_number_of_threads() -> None:
         losses = [run.step().loss for _ in range(5)]
         run.close()
         runs.append((losses, parameters(run)))
-    assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
+    for losses, found in runs[1:]:
+        assert runs[0][0] == losses and torch.equal(runs[0][1], found)
 
 
 def test_dropout_draws_what_torch_draws() -> None:
@@ -173,3 +191,6 @@ def test_dropout_draws_what_torch_draws() -> None:
     draws.seed(7)
     assert torch.equal(model(x), expected)
     assert torch.equal(model.eval()(x), x)
+    everything = nn.Sequential(nn.Dropout(1.0))
+    drawn(everything).seed(7)
+    assert torch.equal(everything(x), torch.zeros_like(x))

@@ -68,7 +68,7 @@ class Cluster:
         self.done = 0
         self.frames: list[Frame] = []  # of the last step, by worker
         self._draws = drawn(self.model)
-        self._threads = threads
+        self._threads = 1 if self._draws.alone else threads
         # One thread for each of torch's operations: two were no faster on a GRU's small ones and took a third more.
         self._pool = ThreadPoolExecutor(self._threads, initializer=torch.set_num_threads, initargs=(1,))
 
