@@ -1,4 +1,4 @@
-// Cuts. The numbers here are those of vectors.py and selection.py, whose torch twins make the same cuts.
+// Cuts. How much is sampled is what selection.py says, whose cuts by way of Python these are, to the bit.
 #include "cuts.hpp"
 
 #include <algorithm>

@@ -172,8 +172,6 @@ T read_as(const uint8_t* in, size_t i) {
 
 }  // namespace
 
-unsigned value_bits(Format format) { return bits_of(format); }
-
 size_t block_bytes(Format f, size_t n) { return (has_scales(f) ? sizeof(Scales) : 0) + (n * bits_of(f) + 7) / 8; }
 
 size_t write_block(Format f, const float* v, size_t n, Rounding rounding, uint8_t* out, float* sent) {

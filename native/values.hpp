@@ -7,9 +7,6 @@ namespace thinwire {
 // Bytes that a block of n values takes in a format, its scales included.
 size_t block_bytes(Format format, size_t n);
 
-// Bits of one value, scales not counted.
-unsigned value_bits(Format format);
-
 struct Rounding {
   bool stochastic = false;
   uint64_t seed = 0;

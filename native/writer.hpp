@@ -42,7 +42,6 @@ class Writer {
   Written add_entries(uint32_t id, const uint64_t* positions, const float* values, uint64_t count, size_t n,
                       float* sent, bool strata, uint64_t seed, Format, Rounding, size_t reserve);
   size_t finish(uint8_t flags, bool pad = false);  // returns the frame's length; pad: zeros follow, to the end
-  size_t used() const { return used_; }
 
  private:
   friend class ShardWriter;

@@ -105,6 +105,7 @@ class Frames:
         """
         if any(message.dtype != torch.uint8 or message.device.type != "cpu" for message in messages):
             raise FrameError("frames are uint8 tensors on the CPU")
+        self.lengths, self.non_finite = [], []  # nothing of what was read before survives a fault
         self._messages = [message.contiguous() for message in messages]  # the readers point into these bytes
         described = [(message.data_ptr(), message.numel()) for message in self._messages]
         self._frames.read(described, numels, trailing)

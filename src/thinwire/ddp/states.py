@@ -13,6 +13,20 @@ from thinwire.exchange.channel import Channel
 
 LinkState = dict[str, Any]
 
+_KEYS = ("world_size", "rank", "weight", "step", "codec", "exchange", "units", "buckets")
+
+
+def _check_whole(state: Any) -> None:
+    """ValueError unless this is a link's state of this version, with all that belongs to it."""
+    if not isinstance(state, dict) or state.get("version") != 1:
+        version = state.get("version") if isinstance(state, dict) else state
+        raise ValueError(f"the link's state has version {version!r}, this thinwire reads 1")
+    missing = [key for key in _KEYS if key not in state]
+    if not missing and "memory" not in state["codec"]:
+        missing = ["the codec's memory"]
+    if missing:
+        raise ValueError(f"the link's state lacks {', '.join(missing)}: load it as state_dict() returned it")
+
 
 def merge_states(states: Sequence[LinkState]) -> LinkState:
     """The mean of all ranks' states, for any number of workers; needs no process group.
@@ -22,6 +36,8 @@ def merge_states(states: Sequence[LinkState]) -> LinkState:
     """
     if not states:
         raise ValueError("there are no states to merge")
+    for state in states:
+        _check_whole(state)
     steps = {state["step"] for state in states}
     if len(steps) > 1:
         raise ValueError(f"the states are of different steps ({sorted(steps)}): they are not of one checkpoint")
@@ -68,11 +84,9 @@ def load_link_state(
     state: LinkState | Sequence[LinkState], rank: int, world: int, weight: int, parameters: Mapping[str, Tensor]
 ) -> LinkState:
     """What this rank takes over; ValueError says what does not fit and what to give instead."""
-    for given in [state] if isinstance(state, dict) else state:
-        if not isinstance(given, dict) or given.get("version") != 1:
-            version = given.get("version") if isinstance(given, dict) else given
-            raise ValueError(f"the link's state has version {version!r}, this thinwire reads 1")
-    if not isinstance(state, dict):
+    if isinstance(state, dict):
+        _check_whole(state)
+    else:
         merged = merge_states(state)
         own = next((s for s in state if s["rank"] == rank), None)
         # Another number of workers, or an exchange that keeps memories elsewhere: only the mean can be taken over.
@@ -106,5 +120,6 @@ def without_strangers(
 
 
 def _known(state: LinkState, parameters: Mapping[str, Tensor]) -> LinkState:
+    _check_whole(state)
     memory = {name: slots for name, slots in state["codec"]["memory"].items() if name in parameters}
     return {**state, "codec": {**state["codec"], "memory": memory}}

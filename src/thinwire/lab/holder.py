@@ -86,6 +86,8 @@ class Holder:
             try:
                 with open(path, "w") as file:
                     file.write(value)
+            except FileNotFoundError:
+                continue  # a kernel without a part need not have it turned off
             except OSError as error:
                 refused.append(f"{path}: {error.strerror}")
         return {"refused": refused}

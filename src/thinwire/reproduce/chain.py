@@ -57,14 +57,18 @@ def _own_address() -> str:
 
 def _connected(place: Tensor) -> socket.socket:
     address, port = place.tolist()
-    return socket.create_connection((str(ipaddress.ip_address(address)), port))
+    connection = socket.create_connection((str(ipaddress.ip_address(address)), port))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
 
 def _receive(connection: socket.socket, piece: memoryview) -> None:
     got = 0
-    while got < len(piece):
-        time.sleep(GATHERED)
+    while True:
         more = connection.recv_into(piece[got:])
         if not more:
             raise ConnectionError("the host before this one in the chain is gone")
         got += more
+        if got == len(piece):
+            return
+        time.sleep(GATHERED)

@@ -94,7 +94,7 @@ def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, fl
 
 
 def broadcast_phases(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step and its phases when the master broadcasts the model by a collective, by method.
+    """Milliseconds of a step and its phases when the master broadcasts the model along a chain, by method.
 
     `moved` is how far the steps took the model, `sent` the bytes of a gradient, `alone` what the slowest host's
     computation takes while the others, who have no cores of their own here, wait.
