@@ -85,11 +85,22 @@ def several(seeds: dict[str, Seeds]) -> bool:
     return any(len(own) > 1 for own in seeds.values())
 
 
+def matched(seeds: dict[str, Seeds], name: str) -> tuple[Seeds, Seeds] | None:
+    """A method and dense with those seeds alone that both have: a seed's luck is in both sides of a comparison then."""
+    if not {name, "dense"} <= set(seeds):
+        return None
+    own, dense = seeds[name].curves, seeds["dense"].curves
+    both = [seed for seed in own if seed in dense]
+    return (Seeds({s: own[s] for s in both}), Seeds({s: dense[s] for s in both})) if both else None
+
+
 def compared(seeds: dict[str, Seeds], name: str, told: Callable[[Seeds], str]) -> str:
-    """The single seeds of a method next to dense's; nothing where neither has several, or one has none."""
-    pair = {each: seeds[each] for each in (name, "dense") if each in seeds}
-    if len(pair) < 2 or not several(pair):
+    """The single seeds of a method next to dense's; nothing where neither has several, or they have none in common."""
+    pair = matched(seeds, name)
+    counts = {len(seeds[each]) for each in (name, "dense") if each in seeds}
+    if pair is None or counts == {1}:
         return ""
-    own, dense = pair[name], pair["dense"]
-    counts = "" if len(own) == len(dense) else f" (seeds: {len(own)} against {len(dense)})"
-    return f"{name}: {told(own)}; dense: {told(dense)}{counts}"
+    own, dense = pair
+    which = listed([str(seed) for seed in own.curves])
+    some = "" if counts == {len(own)} else f" ({'seed' if len(own) == 1 else 'seeds'} {which}, which both have)"
+    return f"{name}: {told(own)}; dense: {told(dense)}{some}"
