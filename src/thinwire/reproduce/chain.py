@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PIECE = 1 << 17  # bytes that a host passes on at once
 # What arrives meanwhile is taken together, as network cards gather packets before they interrupt a processor.
 GATHERED = 1e-3  # seconds
 
@@ -33,13 +32,17 @@ class Chain:
 
     def pass_on(self, vector: Tensor) -> None:
         """The first host's vector (contiguous, on the CPU) becomes everybody's."""
-        whole = vector.numpy().data.cast("B")
-        for begin in range(0, len(whole), PIECE):
-            piece = whole[begin : begin + PIECE]
-            if self._before is not None:
-                _receive(self._before, piece)
+        whole, got = vector.numpy().data.cast("B"), 0
+        if self._before is None and self._after is not None:
+            self._after.sendall(whole)
+        while self._before is not None and got < len(whole):
+            time.sleep(GATHERED)
+            more = self._before.recv_into(whole[got:])
+            if not more:
+                raise ConnectionError("the host before this one in the chain is gone")
             if self._after is not None:
-                self._after.sendall(piece)
+                self._after.sendall(whole[got : got + more])
+            got += more
 
     def close(self) -> None:
         """Give the connections back."""
@@ -60,15 +63,3 @@ def _connected(place: Tensor) -> socket.socket:
     connection = socket.create_connection((str(ipaddress.ip_address(address)), port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
-
-
-def _receive(connection: socket.socket, piece: memoryview) -> None:
-    got = 0
-    while True:
-        more = connection.recv_into(piece[got:])
-        if not more:
-            raise ConnectionError("the host before this one in the chain is gone")
-        got += more
-        if got == len(piece):
-            return
-        time.sleep(GATHERED)

@@ -18,6 +18,7 @@ from thinwire.codec.values import Bits, Float32
 from thinwire.observe import gradient_histogram
 from thinwire.recipes import get_recipe
 from thinwire.recipes.recipe import Recipe, Splits
+from thinwire.reproduce.chain import GATHERED
 from thinwire.reproduce.cluster import Cluster, Setting
 from thinwire.reproduce.confirming import Trial, confirm
 from thinwire.reproduce.labs import Bed, broadcast_phases, served_phases, step_times
@@ -102,7 +103,7 @@ def _step_times(workshop: Workshop, bed: Bed, splits: Splits) -> tuple[Any, Any,
         workshop.lab_part(
             "broadcast",
             lambda: broadcast_phases(bed, broadcast, steps=steps),
-            setup=f"{bed.setup} chain of sockets, exact, also alone: {', '.join(broadcast)} steps={steps}",
+            setup=f"{bed.setup} chain of {1e3 * GATHERED:g} ms, exact, also alone: {', '.join(broadcast)} steps={steps}",
         ),
         workshop.lab_part("phases", lambda: _phases(bed, both), setup=f"{bed.setup} {both} steps=9", data=splits),
         workshop.lab_part(
