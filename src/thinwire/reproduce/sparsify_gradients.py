@@ -103,7 +103,8 @@ def _step_times(workshop: Workshop, bed: Bed, splits: Splits) -> tuple[Any, Any,
         workshop.lab_part(
             "broadcast",
             lambda: broadcast_phases(bed, broadcast, steps=steps),
-            setup=f"{bed.setup} chain of {1e3 * GATHERED:g} ms, exact, also alone: {', '.join(broadcast)} steps={steps}",
+            setup=f"{bed.setup} chain of {1e3 * GATHERED:g} ms, exact, also alone: "
+            f"{', '.join(broadcast)} steps={steps}",
         ),
         workshop.lab_part("phases", lambda: _phases(bed, both), setup=f"{bed.setup} {both} steps=9", data=splits),
         workshop.lab_part(
