@@ -79,7 +79,10 @@ def translation_claims(found: dict[str, dict[str, Curve]], times: dict[str, Any]
         for method, curve in curves.items():
             if dense and method != "dense":
                 gap = curve.best_test - dense.best_test
-                note = f"{curve.best_test:.2f} against {dense.best_test:.2f}; at least -0.5 is asked for"
+                trained = f"{curve.step[-1] / curve.steps_per_epoch:g} epochs"
+                note = (
+                    f"{curve.best_test:.2f} against {dense.best_test:.2f} after {trained}; at least -0.5 is asked for"
+                )
                 what = f"{TRANSLATORS[name]}, {method} dropped: BLEU above dense's"
                 claims.append(Claim(what, 0.0, gap, "", gap >= -0.5, note))
         if lab:
