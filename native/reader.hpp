@@ -48,7 +48,7 @@ class Reader {
   Reader(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {
     read(frame, size, numels, trailing);
   }
-  // For one that is used again and again, and keeps its memory: it holds nothing before, and nothing of use after a fault.
+  // For one that is used again and again, and keeps its memory: empty at first, of no use after a fault.
   Reader() = default;
   void read(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing);
 

@@ -22,7 +22,7 @@ def _check_whole(state: Any) -> None:
         version = state.get("version") if isinstance(state, dict) else state
         raise ValueError(f"the link's state has version {version!r}, this thinwire reads 1")
     missing = [key for key in _KEYS if key not in state]
-    if not missing and "memory" not in state["codec"]:
+    if not missing and not (isinstance(state["codec"], dict) and "memory" in state["codec"]):
         missing = ["the codec's memory"]
     if missing:
         raise ValueError(f"the link's state lacks {', '.join(missing)}: load it as state_dict() returned it")
