@@ -29,7 +29,7 @@ setup: $(VENV)/.installed-dev
 $(VENV)/.installed: $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing thinwire into $(VENV) (about a minute)"
-	@$(INSTALL) .
+	@$(INSTALL) '.[tools]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(SOURCES)

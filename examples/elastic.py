@@ -73,7 +73,7 @@ def main() -> None:
         if (step + 1) % 5 == 0:
             whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()} if rank == 0 else {}
             save(arguments.directory, step + 1, {**whole, "link": link.state_dict()})
-    held = sum(float(s["residual"].abs().sum()) for s in link.state_dict()["codec"]["memory"].values())
+    held = sum(float(s["residual"].abs().sum()) for s in link.state_dict()["codec"]["residuals"].values())
     print(f"rank {rank}: checksum {checksum(model.module)}, held back {held!r}\n", end="", flush=True)
     dist.destroy_process_group()
 

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from thinwire.ddp import thread
+from thinwire.link import link as thread
 
 Task = tuple[Callable[..., Any], int, int, int, float, tuple[Any, ...]]
 
 
 # What every rank needs; torch imports the second when the first optimizer is made.
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.algorithms.join", "thinwire.ddp.attach"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.algorithms.join", "thinwire.hooks.attach"]
 
 PATIENCE = 240.0  # seconds after which a rank counts as hung; machines are busy
 

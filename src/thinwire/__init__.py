@@ -8,37 +8,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names that load on first use
     from thinwire.codec.codec import Codec as Codec
-    from thinwire.codec.density import AccuracyCutoff as AccuracyCutoff
-    from thinwire.codec.density import Warmup as Warmup
+    from thinwire.codec.feedback import ErrorFeedback as ErrorFeedback
+    from thinwire.codec.feedback import MomentumCorrection as MomentumCorrection
+    from thinwire.codec.feedback import NoFeedback as NoFeedback
     from thinwire.codec.frame import Frame as Frame
     from thinwire.codec.frame import FrameReader as FrameReader
-    from thinwire.codec.memory import Drop as Drop
-    from thinwire.codec.memory import MomentumResidual as MomentumResidual
-    from thinwire.codec.memory import Residual as Residual
+    from thinwire.codec.selection import AccuracyCutoff as AccuracyCutoff
     from thinwire.codec.selection import Dynamic as Dynamic
     from thinwire.codec.selection import Percentile as Percentile
     from thinwire.codec.selection import RandomK as RandomK
     from thinwire.codec.selection import StdDev as StdDev
     from thinwire.codec.selection import Threshold as Threshold
     from thinwire.codec.selection import TopK as TopK
+    from thinwire.codec.selection import Warmup as Warmup
     from thinwire.codec.values import BFloat16 as BFloat16
     from thinwire.codec.values import Bits as Bits
     from thinwire.codec.values import Float16 as Float16
     from thinwire.codec.values import Float32 as Float32
     from thinwire.codec.values import Sign as Sign
-    from thinwire.ddp.attach import attach as attach
-    from thinwire.ddp.link import Link as Link
-    from thinwire.ddp.states import merge_states as merge_states
     from thinwire.errors import FrameError as FrameError
     from thinwire.errors import LinkError as LinkError
     from thinwire.errors import ThinwireError as ThinwireError
     from thinwire.errors import TransportError as TransportError
-    from thinwire.exchange.dense import Dense as Dense
+    from thinwire.exchange.base import Dense as Dense
     from thinwire.exchange.gather import Gather as Gather
     from thinwire.exchange.hierarchical import Hierarchical as Hierarchical
     from thinwire.exchange.scatter_reduce import ScatterReduce as ScatterReduce
+    from thinwire.hooks.attach import attach as attach
+    from thinwire.link.link import Link as Link
+    from thinwire.link.state import merge_states as merge_states
+    from thinwire.server.client import ServerError as ServerError
     from thinwire.server.server import Server as Server
-    from thinwire.server.standing import ServerError as ServerError
     from thinwire.server.worker import Worker as Worker
     from thinwire.tune.adaptive import Adaptive as Adaptive
     from thinwire.tune.cost import Affine as Affine
@@ -62,17 +62,17 @@ _PUBLIC = {
     "StdDev": "codec.selection",
     "Dynamic": "codec.selection",
     "RandomK": "codec.selection",
-    "Warmup": "codec.density",
-    "AccuracyCutoff": "codec.density",
+    "Warmup": "codec.selection",
+    "AccuracyCutoff": "codec.selection",
     "Float32": "codec.values",
     "Float16": "codec.values",
     "BFloat16": "codec.values",
     "Bits": "codec.values",
     "Sign": "codec.values",
-    "Drop": "codec.memory",
-    "Residual": "codec.memory",
-    "MomentumResidual": "codec.memory",
-    "Dense": "exchange.dense",
+    "NoFeedback": "codec.feedback",
+    "ErrorFeedback": "codec.feedback",
+    "MomentumCorrection": "codec.feedback",
+    "Dense": "exchange.base",
     "Gather": "exchange.gather",
     "ScatterReduce": "exchange.scatter_reduce",
     "Hierarchical": "exchange.hierarchical",
@@ -81,14 +81,14 @@ _PUBLIC = {
     "Measured": "tune.cost",
     "Packets": "tune.cost",
     "Payload": "tune.cost",
-    "attach": "ddp.attach",
-    "Link": "ddp.link",
-    "merge_states": "ddp.states",
+    "attach": "hooks.attach",
+    "Link": "link.link",
+    "merge_states": "link.state",
     "Server": "server.server",
     "Worker": "server.worker",
     "FrameError": "errors",
     "LinkError": "errors",
-    "ServerError": "server.standing",
+    "ServerError": "server.client",
     "TransportError": "errors",
     "ThinwireError": "errors",
 }

@@ -30,3 +30,7 @@ class RecipeError(ThinwireError):
 
 class LogError(ThinwireError):
     """An event log cannot be read or written."""
+
+
+class MessageError(ThinwireError, ValueError):
+    """A message between server and worker that is malformed, or not allowed in the present state."""

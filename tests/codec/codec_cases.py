@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.codec.memory import Memory
+from thinwire.codec.feedback import Feedback
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
 
@@ -27,12 +27,12 @@ VALUES: list[Values] = [
     tw.Bits(4, seed=12),
     tw.Bits(2, seed=13),
 ]
-MEMORIES: list[Memory] = [
-    tw.Drop(),
-    tw.Residual(),
-    tw.Residual(0.75),
-    tw.MomentumResidual(0.9),
-    tw.MomentumResidual(0.5, nesterov=True),
+FEEDBACKS: list[Feedback] = [
+    tw.NoFeedback(),
+    tw.ErrorFeedback(),
+    tw.ErrorFeedback(0.75),
+    tw.MomentumCorrection(0.9),
+    tw.MomentumCorrection(0.5, nesterov=True),
 ]
 # Both twins compute the same cut from the same vector with these.
 EXACT: list[Selection] = [

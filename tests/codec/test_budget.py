@@ -37,7 +37,7 @@ def test_a_budget_is_never_exceeded_and_nothing_is_lost(
         sent = tw.Codec.decode(frame, g)
         assert sum(frame.counts) == sum(len(p) for p in positions_of(frame, shapes).values())
         for name in g:
-            now = codec.held(name)["residual"]
+            now = codec.residuals(name)["residual"]
             assert torch.equal(held[name] + g[name] - sent[name], now)
             held[name] = now.clone()
 
@@ -52,7 +52,7 @@ def test_a_budget_is_never_exceeded_and_nothing_is_lost(
 )
 def test_bounds_hold_and_suffice(selection: Selection, values: Values, shapes: list[int], kind: int, seed: int) -> None:
     g = gradients(shapes, torch.float32, kind, seed)
-    codec = tw.Codec(selection, values, tw.Drop(), min_numel=100)
+    codec = tw.Codec(selection, values, tw.NoFeedback(), min_numel=100)
     frame = codec.encode(g, step=0)
     bound = codec.frame_bound(shapes, frame.counts)
     assert len(frame) <= bound <= codec.frame_bound(shapes)
@@ -95,12 +95,12 @@ def test_small_tensors_find_room_before_large_ones() -> None:
 
 @pytest.mark.parametrize("budget", [-1, 0, 23])
 def test_an_impossible_budget_changes_nothing(budget: int) -> None:
-    codec = tw.Codec(0.1, memory=tw.MomentumResidual())
+    codec = tw.Codec(0.1, feedback=tw.MomentumCorrection())
     codec.encode({"w": torch.ones(2000)})
-    before = codec.held("w")["momentum"].clone()
+    before = codec.residuals("w")["momentum"].clone()
     with pytest.raises(ValueError, match="budget"):
         codec.encode({"w": torch.ones(2000)}, budget=budget)
-    assert codec.step == 1 and torch.equal(codec.held("w")["momentum"], before)
+    assert codec.step == 1 and torch.equal(codec.residuals("w")["momentum"], before)
 
 
 def test_empty_frames() -> None:
@@ -120,7 +120,7 @@ def test_a_tensor_beyond_two_to_the_31() -> None:
     x = torch.frombuffer(mmap.mmap(-1, 2 * n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.bfloat16)
     there = torch.tensor([0, 5, 2**31 - 1, 2**31, n - 1])
     x[there] = torch.tensor([1.0, -2.0, 3.0, 4.0, -5.0], dtype=torch.bfloat16)
-    frame = tw.Codec(tw.Threshold(0.0), tw.Bits(8), tw.Drop()).encode({"w": x}, budget=10_000)
+    frame = tw.Codec(tw.Threshold(0.0), tw.Bits(8), tw.NoFeedback()).encode({"w": x}, budget=10_000)
     assert frame.counts == (5,) and len(frame) < 100
     reader = tw.FrameReader(frame, [n])
     positions, values = reader.entries(reader.sections[0])

@@ -5,7 +5,7 @@ import torch
 
 import thinwire as tw
 from thinwire.codec.codec import Kernels, Scope
-from thinwire.codec.memory import Memory
+from thinwire.codec.feedback import Feedback
 from thinwire.codec.selection import Selection
 
 SELECTIONS: list[Selection] = [
@@ -33,15 +33,15 @@ def test_nothing_is_lost(selection: Selection, kernels: Kernels, scope: Scope) -
         frame = codec.encode(gradients)
         sent = tw.Codec.decode(frame, gradients)
         for name, gradient in gradients.items():
-            now = codec.held(name)["residual"].view(gradient.shape)
+            now = codec.residuals(name)["residual"].view(gradient.shape)
             assert torch.equal(sent[name] + now, held[name] + gradient)
             held[name] = now.clone()
-        assert torch.equal(sent["b"], sent["b"]) and not codec.held("b")["residual"].any()
+        assert torch.equal(sent["b"], sent["b"]) and not codec.residuals("b")["residual"].any()
 
 
-@pytest.mark.parametrize("memory", [tw.Drop(), tw.Residual(0.9), tw.MomentumResidual(0.9)], ids=str)
-def test_non_finite_input_is_reported_and_leaves_the_memory_alone(memory: Memory) -> None:
-    codec = tw.Codec(0.1, memory=memory)
+@pytest.mark.parametrize("feedback", [tw.NoFeedback(), tw.ErrorFeedback(0.9), tw.MomentumCorrection(0.9)], ids=str)
+def test_non_finite_input_is_reported_and_leaves_the_memory_alone(feedback: Feedback) -> None:
+    codec = tw.Codec(0.1, feedback=feedback)
     codec.encode({"a": torch.randn(3000), "b": torch.randn(10)})
     before = codec.state_dict()
     bad = torch.randn(3000)
@@ -51,15 +51,15 @@ def test_non_finite_input_is_reported_and_leaves_the_memory_alone(memory: Memory
     assert tw.FrameReader(frame, [3000, 10]).non_finite
     after = codec.state_dict()
     assert after["step"] == before["step"]
-    for name, slots in before["memory"].items():
+    for name, slots in before["residuals"].items():
         for slot, tensor in slots.items():
-            assert torch.equal(tensor, after["memory"][name][slot])
+            assert torch.equal(tensor, after["residuals"][name][slot])
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_tensors_that_travel_whole_keep_their_momentum(kernels: Kernels) -> None:
     """Masking is for entries that travel late; a bias that travels at every step has plain momentum."""
-    codec = tw.Codec(tw.TopK(0.01), tw.Float32(), tw.MomentumResidual(0.9), kernels=kernels)
+    codec = tw.Codec(tw.TopK(0.01), tw.Float32(), tw.MomentumCorrection(0.9), kernels=kernels)
     gradients = {"bias": torch.ones(4), "weight": torch.ones(4000)}
     sent = [tw.Codec.decode(codec.encode(gradients), gradients)["bias"] for _ in range(3)]
     for found, expected in zip(sent, (1.0, 1.9, 2.71), strict=True):

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
-from tests.codec.codec_cases import DTYPES, MEMORIES, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
+from tests.codec.codec_cases import DTYPES, FEEDBACKS, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
 from thinwire.codec.codec import Kernels, Scope
-from thinwire.codec.memory import Memory
+from thinwire.codec.feedback import Feedback
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
 
@@ -27,22 +27,22 @@ choices = {
 class Dgc:
     """The memories of the papers, by torch operations, one tensor each."""
 
-    def __init__(self, memory: Memory, n: int) -> None:
-        self.memory = memory
+    def __init__(self, feedback: Feedback, n: int) -> None:
+        self.feedback = feedback
         self.u, self.v = torch.zeros(n), torch.zeros(n)
 
     def accumulated(self, g: Tensor) -> Tensor:
         """What is selected from; the state is advanced as if nothing travelled."""
-        memory = self.memory
-        if isinstance(memory, tw.MomentumResidual):
-            if memory.nesterov:
-                self.u = (self.u + g) * memory.momentum
+        feedback = self.feedback
+        if isinstance(feedback, tw.MomentumCorrection):
+            if feedback.nesterov:
+                self.u = (self.u + g) * feedback.momentum
                 self.v = self.v + (self.u + g)
             else:
-                self.u = self.u * memory.momentum + g
+                self.u = self.u * feedback.momentum + g
                 self.v = self.v + self.u
-        elif isinstance(memory, tw.Residual):
-            self.v = self.v * memory.decay + g
+        elif isinstance(feedback, tw.ErrorFeedback):
+            self.v = self.v * feedback.decay + g
         else:
             self.v = g.clone()
         return self.v.clone()
@@ -54,7 +54,7 @@ class Dgc:
 
 
 def check(codec: tw.Codec, shapes: list[int], dtype: torch.dtype, kind: int, seed: int) -> None:
-    plain = [Dgc(codec.memory, n) for n in shapes]
+    plain = [Dgc(codec.feedback, n) for n in shapes]
     for step in range(3):
         given_now = gradients(shapes, dtype, kind, seed + step)
         frame = codec.encode(given_now)
@@ -64,8 +64,8 @@ def check(codec: tw.Codec, shapes: list[int], dtype: torch.dtype, kind: int, see
             x = plain[i].accumulated(gradient.float())
             sent, where = decoded[name], places.get(i, torch.empty(0, dtype=torch.int64))
             plain[i].sent(where, sent[where], late=gradient.numel() >= codec.min_numel)
-            held = codec.held(name)
-            if isinstance(codec.memory, tw.Drop):
+            held = codec.residuals(name)
+            if isinstance(codec.feedback, tw.NoFeedback):
                 assert not held
                 continue
             # What was declared sent is what arrived, to the bit ...
@@ -80,9 +80,9 @@ def check(codec: tw.Codec, shapes: list[int], dtype: torch.dtype, kind: int, see
 
 
 @quick
-@given(memory=st.sampled_from(MEMORIES), min_numel=st.sampled_from([0, 64, 1024]), **choices)
+@given(feedback=st.sampled_from(FEEDBACKS), min_numel=st.sampled_from([0, 64, 1024]), **choices)
 def test_sent_and_held_make_up_the_gradient(
-    memory: Memory,
+    feedback: Feedback,
     min_numel: int,
     selection: Selection,
     values: Values,
@@ -93,20 +93,20 @@ def test_sent_and_held_make_up_the_gradient(
     kind: int,
     seed: int,
 ) -> None:
-    codec = tw.Codec(selection, values, memory, scope=scope, kernels=kernels, min_numel=min_numel)
+    codec = tw.Codec(selection, values, feedback, scope=scope, kernels=kernels, min_numel=min_numel)
     check(codec, shapes, dtype, kind, seed)
 
 
 def test_every_combination_once() -> None:
     for selection in SELECTIONS:
         for values in VALUES:
-            for memory in MEMORIES:
-                check(tw.Codec(selection, values, memory, min_numel=100), [3000, 17], torch.float32, 0, 1)
+            for feedback in FEEDBACKS:
+                check(tw.Codec(selection, values, feedback, min_numel=100), [3000, 17], torch.float32, 0, 1)
 
 
 def test_drop_sends_exactly_the_selected_values() -> None:
     g = gradients([5000], torch.float32, 0, 3)
-    sent = tw.Codec.decode(tw.Codec(tw.Threshold(1.0), tw.Float32(), tw.Drop()).encode(g), g)["t0"]
+    sent = tw.Codec.decode(tw.Codec(tw.Threshold(1.0), tw.Float32(), tw.NoFeedback()).encode(g), g)["t0"]
     assert torch.equal(sent, torch.where(g["t0"].abs() > 1.0, g["t0"], 0.0))
 
 
@@ -114,22 +114,22 @@ def test_dense_input_without_selection_travels_whole() -> None:
     g = gradients([5000], torch.float32, 0, 4)
     codec = tw.Codec(tw.TopK(1.0), tw.Float32())
     assert torch.equal(tw.Codec.decode(codec.encode(g), g)["t0"], g["t0"])
-    assert not codec.held("t0")["residual"].any()
+    assert not codec.residuals("t0")["residual"].any()
 
 
 def test_finite_sums_stay_finite() -> None:
     most = torch.finfo(torch.float32).max
     g = {"w": torch.full((2000,), most), "v": torch.full((2000,), -most)}
-    for memory in MEMORIES[1:]:
+    for feedback in FEEDBACKS[1:]:
         for kernels in ("native", "torch"):
             for values in VALUES:
-                codec = tw.Codec(tw.RandomK(0.01), values, memory, kernels=kernels)
+                codec = tw.Codec(tw.RandomK(0.01), values, feedback, kernels=kernels)
                 for _ in range(3):
                     frame = codec.encode(g)
                     for out in tw.Codec.decode(frame, g).values():
                         assert out.isfinite().all()
                 for name in g:
-                    assert all(t.isfinite().all() for t in codec.held(name).values())
+                    assert all(t.isfinite().all() for t in codec.residuals(name).values())
 
 
 def test_one_huge_value_does_not_hold_back_its_block() -> None:

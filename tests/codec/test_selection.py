@@ -18,7 +18,7 @@ from thinwire.codec.selection import Selection, count_of
 
 def selected(selection: Selection, x: Tensor, *, step: int = 0, kernels: Kernels = "native") -> Tensor:
     """Positions that travel of one tensor."""
-    codec = tw.Codec(selection, tw.Float32(), tw.Drop(), min_numel=0, kernels=kernels)
+    codec = tw.Codec(selection, tw.Float32(), tw.NoFeedback(), min_numel=0, kernels=kernels)
     return positions_of(codec.encode({"w": x}, step=step), [x.numel()])[0]
 
 
@@ -119,7 +119,7 @@ STREAMS: dict[str, Callable[[int, Tensor], Tensor]] = {
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("n", [20_000, 1_000_000])
 def test_dynamic_neither_starves_nor_floods(stream: str, n: int) -> None:
-    codec = tw.Codec(tw.Dynamic(0.001, 0.1), tw.Float32(), tw.Residual())
+    codec = tw.Codec(tw.Dynamic(0.001, 0.1), tw.Float32(), tw.ErrorFeedback())
     g = torch.Generator().manual_seed(1)
     for step in range(30 if n < 100_000 else 8):
         x = STREAMS[stream](step, torch.randn(n, generator=g))
@@ -130,7 +130,7 @@ def test_dynamic_neither_starves_nor_floods(stream: str, n: int) -> None:
 
 
 def test_dynamic_of_nothing_and_of_one_spike() -> None:
-    codec = tw.Codec(tw.Dynamic(), tw.Float32(), tw.Residual())
+    codec = tw.Codec(tw.Dynamic(), tw.Float32(), tw.ErrorFeedback())
     noise = torch.randn(50_000)
     for step in range(5):
         assert codec.encode({"w": torch.zeros_like(noise)}).counts == (0,)
@@ -141,7 +141,7 @@ def test_dynamic_of_nothing_and_of_one_spike() -> None:
 
 def test_dynamic_follows_the_mean_of_what_exceeds() -> None:
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(2))
-    codec = tw.Codec(tw.Dynamic(1e-4, 0.9, start=0.5), tw.Float32(), tw.Drop())
+    codec = tw.Codec(tw.Dynamic(1e-4, 0.9, start=0.5), tw.Float32(), tw.NoFeedback())
     first = positions_of(codec.encode({"w": x}), [len(x)])[0]
     assert torch.equal(first, (x.abs() > 0.5).nonzero().flatten())
     mean = float(x[first].abs().double().mean())
@@ -216,8 +216,8 @@ def test_small_tensors_travel_whole() -> None:
         lambda: tw.Warmup([], 1),
         lambda: tw.Warmup([0.1], 0),
         lambda: tw.Bits(3),
-        lambda: tw.Residual(0.0),
-        lambda: tw.MomentumResidual(1.0),
+        lambda: tw.ErrorFeedback(0.0),
+        lambda: tw.MomentumCorrection(1.0),
         lambda: tw.Codec(0.1, scope="all"),  # type: ignore[arg-type]
         lambda: tw.Codec(0.1, kernels="cuda"),  # type: ignore[arg-type]
         lambda: tw.Codec(0.1).encode({"w": torch.zeros(3, dtype=torch.float64)}),

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.codec.codec import Codec, Kernels
+from thinwire.codec.encode import ShardReader, encode_shards
 from thinwire.codec.selection import RandomK, Selection, TopK
-from thinwire.codec.shards import ShardReader, encode_shards
 from thinwire.codec.values import Bits, Float32, Values
 from thinwire.errors import FrameError
 
@@ -30,7 +30,7 @@ def test_nothing_is_lost(
     for step in range(2):
         tensors = {f"t{i}": torch.randn(n, generator=generator) for i, n in enumerate(sizes)}
         before = {
-            name: codec.held(name).get("residual", torch.zeros(n)).clone()
+            name: codec.residuals(name).get("residual", torch.zeros(n)).clone()
             for name, n in zip(tensors, sizes, strict=True)
         }
         made = encode_shards(codec, tensors, budget, step=step, hold=held)
@@ -50,7 +50,7 @@ def test_nothing_is_lost(
             if name in held:
                 assert not out.any()
                 continue
-            left = codec.held(name)["residual"]
+            left = codec.residuals(name)["residual"]
             torch.testing.assert_close(out + left, before[name] + gradient, rtol=1e-5, atol=1e-5)
             if exact:
                 assert torch.equal(torch.where(out != 0, out, left), before[name] + gradient)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.codec.codec_cases import MEMORIES, VALUES, gradients
-from thinwire.codec.memory import Memory
+from tests.codec.codec_cases import FEEDBACKS, VALUES, gradients
+from thinwire.codec.feedback import Feedback
 from thinwire.codec.selection import Selection
 
 SHAPES = [5000, 100, 0]
@@ -19,11 +19,11 @@ def run(codec: tw.Codec, steps: range) -> list[bytes]:
     return [codec.encode(gradients(SHAPES, torch.float32, 0, step)).tobytes() for step in steps]
 
 
-@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@pytest.mark.parametrize("feedback", FEEDBACKS, ids=str)
 @pytest.mark.parametrize("selection", [tw.TopK(0.01), tw.Dynamic(), tw.RandomK(0.01)], ids=str)
-def test_a_loaded_codec_continues_to_the_bit(memory: Memory, selection: Selection, tmp_path: Path) -> None:
+def test_a_loaded_codec_continues_to_the_bit(feedback: Feedback, selection: Selection, tmp_path: Path) -> None:
     def make() -> tw.Codec:
-        return tw.Codec(selection, tw.Bits(4, seed=1), memory)
+        return tw.Codec(selection, tw.Bits(4, seed=1), feedback)
 
     codec, other = make(), make()
     run(codec, range(4))
@@ -37,23 +37,23 @@ def test_a_saved_state_is_a_copy() -> None:
     codec = tw.Codec(0.01)
     run(codec, range(1))
     state = codec.state_dict()
-    before = state["memory"]["t0"]["residual"].clone()
+    before = state["residuals"]["t0"]["residual"].clone()
     other = tw.Codec(0.01)
     other.load_state_dict(state)
     run(codec, range(1, 2))
     run(other, range(1, 2))
-    assert torch.equal(state["memory"]["t0"]["residual"], before)
+    assert torch.equal(state["residuals"]["t0"]["residual"], before)
 
 
-@pytest.mark.parametrize("memory", MEMORIES[1:], ids=str)
-def test_rescale(memory: Memory) -> None:
-    codec = tw.Codec(tw.Dynamic(), tw.Float32(), memory)
+@pytest.mark.parametrize("feedback", FEEDBACKS[1:], ids=str)
+def test_rescale(feedback: Feedback) -> None:
+    codec = tw.Codec(tw.Dynamic(), tw.Float32(), feedback)
     run(codec, range(2))
     before = codec.state_dict()
     codec.rescale(0.25)
     after = codec.state_dict()
-    for slot, tensor in before["memory"]["t0"].items():
-        assert torch.equal(tensor * 0.25, after["memory"]["t0"][slot])
+    for slot, tensor in before["residuals"]["t0"].items():
+        assert torch.equal(tensor * 0.25, after["residuals"]["t0"][slot])
     assert after["selection"]["t0"]["threshold"] == before["selection"]["t0"]["threshold"] * 0.25
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="positive finite"):
@@ -72,7 +72,7 @@ def test_a_rescaled_codec_goes_on_as_if_the_unit_had_always_been_another() -> No
 
 
 def wrong_states() -> dict[str, tuple[Any, str]]:
-    good: dict[str, Any] = {"version": 1, "step": 3, "memory": {}, "selection": {}}
+    good: dict[str, Any] = {"version": 1, "step": 3, "residuals": {}, "selection": {}}
     half = {"w": {"residual": torch.zeros(5)}}
     uneven = {"w": {"residual": torch.zeros(5), "momentum": torch.zeros(6)}}
     poisoned = {"w": {"residual": torch.zeros(5), "momentum": torch.full((5,), float("inf"))}}
@@ -80,22 +80,22 @@ def wrong_states() -> dict[str, tuple[Any, str]]:
         "empty": ({}, "version None"),
         "later version": ({**good, "version": 2}, "version 2"),
         "nothing inside": ({"version": 1}, "lacks memory, selection, step"),
-        "another memory": ({**good, "memory": half}, r"the state holds \['residual'\]"),
-        "uneven": ({**good, "memory": uneven}, "differ in size"),
-        "not finite": ({**good, "memory": poisoned}, "not finite"),
+        "another memory": ({**good, "residuals": half}, r"the state holds \['residual'\]"),
+        "uneven": ({**good, "residuals": uneven}, "differ in size"),
+        "not finite": ({**good, "residuals": poisoned}, "not finite"),
     }
 
 
 @pytest.mark.parametrize("name", wrong_states())
 def test_a_wrong_state_is_refused_and_changes_nothing(name: str) -> None:
     state, words = wrong_states()[name]
-    codec = tw.Codec(0.01, memory=tw.MomentumResidual())
+    codec = tw.Codec(0.01, feedback=tw.MomentumCorrection())
     run(codec, range(2))
     before = codec.state_dict()
     with pytest.raises(ValueError, match=words):
         codec.load_state_dict(state)
     assert codec.step == 2
-    assert torch.equal(before["memory"]["t0"]["residual"], codec.held("t0")["residual"])
+    assert torch.equal(before["residuals"]["t0"]["residual"], codec.residuals("t0")["residual"])
 
 
 def test_a_tensor_that_changed_its_size_is_refused() -> None:
@@ -109,7 +109,7 @@ def test_layouts_do_not_matter() -> None:
     x = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
     plain, turned = tw.Codec(0.1), tw.Codec(0.1)
     assert plain.encode({"w": x}).tobytes() == turned.encode({"w": x.t().contiguous().t()}).tobytes()
-    assert turned.held("w")["residual"].shape == (2000,)
+    assert turned.residuals("w")["residual"].shape == (2000,)
 
 
 def test_two_threads_encode_as_one_does() -> None:

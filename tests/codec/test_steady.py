@@ -10,10 +10,9 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.codec.codec_cases import DTYPES, gradients, quick
+from thinwire.codec.encode import Deal, Part, Placed, SteadyEncoder, encode_parts
+from thinwire.codec.feedback import Feedback
 from thinwire.codec.frame import Frame
-from thinwire.codec.memory import Memory
-from thinwire.codec.parts import Deal, Part, encode_parts
-from thinwire.codec.steady import Placed, SteadyEncoder
 from thinwire.codec.values import Values
 
 # Small ones travel whole, middle ones get an exact threshold (from 16,385 elements on by candidates), large a sampled.
@@ -45,19 +44,19 @@ def in_one_call(
 @given(
     density=st.sampled_from([0.003, 0.01, 0.2, 1.0, tw.Warmup([0.25, 0.02], 2)]),
     values=st.sampled_from([tw.Float32(), tw.Bits(8), tw.Bits(2), tw.Sign()]),
-    memory=st.sampled_from([tw.Drop(), tw.Residual(), tw.Residual(0.75)]),
+    feedback=st.sampled_from([tw.NoFeedback(), tw.ErrorFeedback(), tw.ErrorFeedback(0.75)]),
     dtype=st.sampled_from(DTYPES),
     kind=st.integers(0, 5),
     seed=st.integers(0, 2**31),
     share=st.sampled_from([1.0, 0.5, 0.05]),
 )
 def test_frames_and_memories_are_the_same(
-    density: float, values: Values, memory: Memory, dtype: torch.dtype, kind: int, seed: int, share: float
+    density: float, values: Values, feedback: Feedback, dtype: torch.dtype, kind: int, seed: int, share: float
 ) -> None:
     shapes = list(SIZES.values())
     steps = [dict(zip(SIZES, gradients(shapes, dtype, kind, seed + i).values(), strict=True)) for i in range(4)]
     steps[2]["middle"][5] = torch.nan  # nothing may change then
-    one, other = (tw.Codec(tw.TopK(density), values, memory) for _ in range(2))
+    one, other = (tw.Codec(tw.TopK(density), values, feedback) for _ in range(2))
     encoder = SteadyEncoder(other, other.reserves(shapes))
     placed = placed_of(steps[0])
     size = max(int(share * one.frame_bound(shapes, one.expected_counts(shapes))), 64)
@@ -68,8 +67,8 @@ def test_frames_and_memories_are_the_same(
         assert torch.equal(*rooms) and len(found) == len(frame) and found.non_finite == frame.non_finite
         assert sent == counts and one.step == other.step
         for name in tensors:
-            for slot, held in one.held(name).items():
-                assert torch.equal(held, other.held(name)[slot])
+            for slot, held in one.residuals(name).items():
+                assert torch.equal(held, other.residuals(name)[slot])
 
 
 def test_a_loaded_state_and_another_selection_are_noticed() -> None:
@@ -112,7 +111,7 @@ def test_other_places_are_noticed() -> None:
         tw.Codec(tw.Percentile(90)),
         tw.Codec(tw.TopK(0.01), scope="global"),
         tw.Codec(tw.TopK(0.01), tw.Bits(4, seed=1)),
-        tw.Codec(tw.TopK(0.01), memory=tw.MomentumResidual(0.9)),
+        tw.Codec(tw.TopK(0.01), feedback=tw.MomentumCorrection(0.9)),
         tw.Codec(tw.TopK(0.01), kernels="torch"),
     ],
 )

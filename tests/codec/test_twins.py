@@ -11,10 +11,10 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.codec import reference
-from tests.codec.codec_cases import DTYPES, EXACT, MEMORIES, VALUES, gradients, positions_of, quick, sizes
+from tests.codec.codec_cases import DTYPES, EXACT, FEEDBACKS, VALUES, gradients, positions_of, quick, sizes
 from thinwire import _native
 from thinwire.codec.codec import Kernels, Scope
-from thinwire.codec.memory import Memory
+from thinwire.codec.feedback import Feedback
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
 
@@ -27,15 +27,15 @@ def same_kernels_afterwards() -> Iterator[None]:
 
 
 def three_runs(
-    selection: Selection, values: Values, memory: Memory, scope: Scope, steps: list[dict[str, Tensor]]
+    selection: Selection, values: Values, feedback: Feedback, scope: Scope, steps: list[dict[str, Tensor]]
 ) -> list[tuple[list[bytes], list[Tensor]]]:
     runs = []
     ways: list[tuple[bool, Kernels]] = [(True, "native"), (False, "native"), (False, "torch")]
     for avx2, kernels in ways:
         _native.avx2(avx2)
-        codec = tw.Codec(selection, values, memory, scope=scope, kernels=kernels, min_numel=64)
+        codec = tw.Codec(selection, values, feedback, scope=scope, kernels=kernels, min_numel=64)
         frames = [codec.encode(g).tobytes() for g in steps]
-        runs.append((frames, [t for name in steps[0] for t in codec.held(name).values()]))
+        runs.append((frames, [t for name in steps[0] for t in codec.residuals(name).values()]))
     return runs
 
 
@@ -50,7 +50,7 @@ def assert_same(runs: list[tuple[list[bytes], list[Tensor]]]) -> None:
 @given(
     selection=st.sampled_from(EXACT),
     values=st.sampled_from(VALUES),
-    memory=st.sampled_from(MEMORIES),
+    feedback=st.sampled_from(FEEDBACKS),
     scope=st.sampled_from(["tensor", "global"]),
     shapes=sizes,
     dtype=st.sampled_from(DTYPES),
@@ -60,7 +60,7 @@ def assert_same(runs: list[tuple[list[bytes], list[Tensor]]]) -> None:
 def test_kernels_agree(
     selection: Selection,
     values: Values,
-    memory: Memory,
+    feedback: Feedback,
     scope: Scope,
     shapes: list[int],
     dtype: torch.dtype,
@@ -68,7 +68,7 @@ def test_kernels_agree(
     seed: int,
 ) -> None:
     steps = [gradients(shapes, dtype, kind, seed + step) for step in range(2)]
-    assert_same(three_runs(selection, values, memory, scope, steps))
+    assert_same(three_runs(selection, values, feedback, scope, steps))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,7 +76,7 @@ def test_kernels_agree_for_every_format_and_selection(dtype: torch.dtype) -> Non
     steps = [gradients([5000, 100, 1300], dtype, kind, kind) for kind in (0, 1, 5)]
     for values in VALUES:
         for selection in EXACT:
-            assert_same(three_runs(selection, values, tw.Residual(0.9), "tensor", steps))
+            assert_same(three_runs(selection, values, tw.ErrorFeedback(0.9), "tensor", steps))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,7 +123,7 @@ def test_the_reference_writes_and_reads_the_same_bytes(
     selection: Selection, values: Values, shapes: list[int], kind: int, seed: int
 ) -> None:
     x = gradients(shapes, torch.float32, kind, seed)
-    codec = tw.Codec(selection, values, tw.Drop(), min_numel=64)
+    codec = tw.Codec(selection, values, tw.NoFeedback(), min_numel=64)
     frame = codec.encode(x, step=seed % 7)
     assert reference.write_frame(parts_of(frame, x, codec, seed % 7)) == frame.tobytes()
     decoded = tw.Codec.decode(frame, x)
@@ -176,7 +176,7 @@ def test_every_half_is_read_as_torch_reads_it() -> None:
         x = halves.view(dtype)
         x = x[x.isfinite()]
         g = {"w": x}
-        codec = tw.Codec(tw.Threshold(0.0), tw.Float32(), tw.Drop())
+        codec = tw.Codec(tw.Threshold(0.0), tw.Float32(), tw.NoFeedback())
         assert torch.equal(tw.Codec.decode(codec.encode(g), g)["w"], x.float())
 
 

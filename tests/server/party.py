@@ -21,8 +21,8 @@ import torch
 
 from tests.cluster import PRELOADED
 from tests.server.serving import Ones
+from thinwire.server.client import ServerError
 from thinwire.server.server import Server
-from thinwire.server.standing import ServerError
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import listen
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.server.messages import Kind, parse
+from thinwire.server.protocol import Kind, parse
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect, listen

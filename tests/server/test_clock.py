@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.server.clock import Clock
-from thinwire.server.messages import MessageError
+from thinwire.errors import MessageError
+from thinwire.server.aggregate import Clock
 
 PARTS = 3
 

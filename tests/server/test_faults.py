@@ -18,16 +18,16 @@ import torch
 from tests.server.party import Party, party, serve, trouble, work
 from tests.server.serving import Crew, Ones, serving
 from tests.server.test_sessions import train_ones
-from thinwire.events import EventLog, Step, read_log
-from thinwire.lab import Lab
-from thinwire.lab.testing import require_lab
-from thinwire.race.plans import make_plan
-from thinwire.race.race import Field
-from thinwire.race.served import Serving, Terms
-from thinwire.race.served import work as work_served
-from thinwire.race.train_served import describe_served
-from thinwire.recipes import get_recipe
 from thinwire.server.server import Server
+from thinwire.tools.events import EventLog, Step, read_log
+from thinwire.tools.lab import Lab
+from thinwire.tools.lab.testing import require_lab
+from thinwire.tools.race.launch import make_plan
+from thinwire.tools.race.race import Field
+from thinwire.tools.race.served import Serving, Terms
+from thinwire.tools.race.served import work as work_served
+from thinwire.tools.race.train_served import describe_served
+from thinwire.tools.recipes import get_recipe
 from thinwire.transport.addresses import listen
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -214,7 +214,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
 
 
 def test_sigterm_of_serve_writes_a_checkpoint(tmp_path: Path) -> None:
-    main = [sys.executable, "-c", "from thinwire.cli import main; main()"]
+    main = [sys.executable, "-c", "from thinwire.tools.cli import main; main()"]
     log = tmp_path / "log.jsonl"
     options = ["--json", "--port", "0", "--max-steps", "100000", "--evaluate-every", "100000", "--events", str(log)]
     argv = [*main, "serve", "digits", *options, "--checkpoint", str(tmp_path / "saved")]

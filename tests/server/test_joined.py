@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.server.serving import Crew, serving
-from thinwire.server.layers import Layout
-from thinwire.server.profile import Profiler
+from thinwire.server.checkpoint import Store, StoreError
+from thinwire.server.layout import Layout
 from thinwire.server.server import Server
-from thinwire.server.store import Store, StoreError
 from thinwire.server.worker import Worker
+from thinwire.tools.race.profile import Profiler
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Buffer, Connection, Parts
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from thinwire.server.handshake import Door, hello_of
-from thinwire.server.messages import COUNTS, Counter, Kind, Message, MessageError, field, parse, with_json
-from thinwire.server.session import Session
+from thinwire.errors import MessageError
+from thinwire.server.protocol import COUNTS, Counter, Door, Kind, Message, Session, field, hello_of, parse, with_json
 
 with_bytes = st.sampled_from([Kind.PUSH, Kind.DELTA, Kind.WHOLE, Kind.ACK, Kind.BUFFERS])
 u32 = st.integers(0, 2**32 - 1)

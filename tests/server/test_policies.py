@@ -1,10 +1,9 @@
 """The model of the scheduler against the real server: they must agree on which policy wins."""
 
-from thinwire.bench.server import Trial, policy_steps
-from thinwire.lab.testing import require_lab
-from thinwire.server.case import Case, even_slices
-from thinwire.server.simulate import compare
-from thinwire.server.times import LayerTimes
+from thinwire.tools.bench.server import Trial, policy_steps
+from thinwire.tools.lab.testing import require_lab
+from thinwire.tools.race.profile import LayerTimes
+from thinwire.tools.simulate.schedule import Case, compare, even_slices
 
 RATE = 100e6
 # As in the benchmark's model: eight layers of 512 x 512 whose first takes half a second, and a small one.

@@ -15,10 +15,9 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
-from thinwire.server.handshake import hello_of
-from thinwire.server.messages import Kind, Message, parse, with_json
+from thinwire.server.client import ServerError
+from thinwire.server.protocol import Kind, Message, hello_of, parse, with_json
 from thinwire.server.server import Server
-from thinwire.server.standing import ServerError
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
@@ -73,7 +72,7 @@ def test_whatever_message_is_lost_every_gradient_counts_once(losses: list[str]) 
     for layer, part in server.layout.places():
         for piece in server.layout.layers[layer].parts[part]:
             counted = -owned[piece.parameter].detach().view(-1)[piece.begin : piece.end]
-            kept = codec.held(piece.name)["residual"]
+            kept = codec.residuals(piece.name)["residual"]
             assert torch.equal(counted + kept, torch.full_like(kept, codec.given[piece.name])), piece.name
 
 

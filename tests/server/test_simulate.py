@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 from tests.server.serving import gradients, serving, small_net
 from thinwire.errors import LogError
-from thinwire.server.case import Case, Outcome, even_slices, winner
-from thinwire.server.fluid import SharedLink
-from thinwire.server.profile import Profiler
 from thinwire.server.schedule import POLICIES, Policy, Request, Staleness
 from thinwire.server.server import Server
-from thinwire.server.simulate import compare, simulate
-from thinwire.server.times import LayerTimes, read_profile, write_profile
 from thinwire.server.worker import Worker
+from thinwire.tools.race.profile import LayerTimes, Profiler, read_profile, write_profile
+from thinwire.tools.simulate.schedule import Case, Outcome, SharedLink, compare, even_slices, simulate, winner
 
 ALL = sorted(POLICIES)
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from tests.server.serving import Crew, accuracy, batch, gradients, serving, small_net, train
 from thinwire.codec.codec import Codec
-from thinwire.codec.memory import Drop
+from thinwire.codec.feedback import NoFeedback
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 
-DENSE = Codec(TopK(1.0), Float32(), Drop())
+DENSE = Codec(TopK(1.0), Float32(), NoFeedback())
 
 
 def sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:

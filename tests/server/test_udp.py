@@ -16,16 +16,16 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
 from thinwire.errors import TransportError
-from thinwire.race.served import check_terms
-from thinwire.server.lossy_views import LossyViews
-from thinwire.server.members import Member
+from thinwire.server.membership import Member
+from thinwire.server.replicas import LossyViews
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.transport import udp_listener
+from thinwire.tools.race.served import check_terms
 from thinwire.transport.addresses import listen
 from thinwire.transport.base import Buffer
-from thinwire.transport.envelope import Kind, read_envelope, read_records
 from thinwire.transport.tcp import TcpConnection
+from thinwire.transport.udp import endpoints as udp_listener
+from thinwire.transport.udp.packet import Kind, read_envelope, read_records
 
 
 def one_layer() -> nn.Module:
@@ -122,7 +122,7 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
         for (name, p), start, one, two in zip(model.named_parameters(), begun, pushed[0], pushed[1], strict=True):
             applied = (start - p.detach()) / 0.0625
             whole = f"{name}[0:{p.numel()}]"
-            held = [workers[slot].codec.held(whole)["residual"].view_as(p) for slot in range(2)]
+            held = [workers[slot].codec.residuals(whole)["residual"].view_as(p) for slot in range(2)]
             torch.testing.assert_close(applied + held[0] + held[1], one + two, rtol=0.0, atol=2e-2)
         meeting.wait(60)
         crew.join()

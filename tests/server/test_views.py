@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits
-from thinwire.server.layers import Layout, flat
-from thinwire.server.lossy import Arrived
-from thinwire.server.lossy_views import LossyViews
-from thinwire.server.views import Views, take_delta, take_whole
-from thinwire.transport.pieces import pack
+from thinwire.server.layout import Layout, flat
+from thinwire.server.replicas import Arrived, LossyViews, Views, take_delta, take_whole
+from thinwire.transport.udp.recovery import pack
 
 events = st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 3)), max_size=60)
 

@@ -5,8 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from thinwire.transport.pacing import Pacer, Seen
-from thinwire.transport.shares import Shares
+from thinwire.transport.udp.congestion import Pacer, Seen, Shares
 
 SIZE, PIECES, WINDOW = 1400, 64, 16  # bytes of a datagram, datagrams of a message, messages under way
 RATE, QUEUE, DELAY = 12.5e6, 625e3, 2e-4  # bytes a second, bytes, seconds one way

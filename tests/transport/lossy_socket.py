@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.transport import udp_connection, udp_listener
+from thinwire.transport.udp import endpoints as udp_connection
+from thinwire.transport.udp import endpoints as udp_listener
 
 
 class LossySocket(socket.socket):

@@ -6,7 +6,8 @@ from mpi4py import MPI
 
 from tests.transport.scenarios import END, Scenario, arriving, echo, raises, replies
 from thinwire.errors import TransportError
-from thinwire.transport import Connection, Listener, connect, listen, mailbox
+from thinwire.transport import Connection, Listener, connect, listen
+from thinwire.transport import mpi as mailbox
 from thinwire.transport.mpi import MpiConnection, MpiListener
 
 

@@ -86,9 +86,9 @@ def test_a_race_without_zeromq_makes_no_hosts() -> None:
     """It ends before its lab is built and says what to install."""
     program = (
         "import sys; sys.modules['zmq'] = None\n"
-        "import thinwire.race.train_served as trained\n"
+        "import thinwire.tools.race.train_served as trained\n"
         "trained.launch = lambda *a, **k: sys.exit('hosts were made')\n"
-        "from thinwire.cli import main; sys.argv = ['thinwire', 'race', 'digits', '--transport', 'udp']; main()\n"
+        "from thinwire.tools.cli import main; sys.argv = ['thinwire', 'race', 'digits', '--transport', 'udp']; main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and "pip install 'thinwire[server]'" in done.stderr

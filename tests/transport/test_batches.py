@@ -11,15 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import _native
-from thinwire.transport import path
-from thinwire.transport.control import Outgoing
-from thinwire.transport.dispatch import Sending
-from thinwire.transport.engine import _STAMP, Engine, _runs, open_socket
-from thinwire.transport.envelope import Envelope, Kind, pack_control, pack_end, read_envelope, read_records
-from thinwire.transport.gathering import Gathering, Group
-from thinwire.transport.intake import Intake
-from thinwire.transport.path import Path
-from thinwire.transport.sealing import OVERHEAD, PREFIX, Split, new_keys, split
+from thinwire.transport.udp import session as path
+from thinwire.transport.udp.packet import (
+    OVERHEAD,
+    PREFIX,
+    Envelope,
+    Kind,
+    Split,
+    new_keys,
+    pack_control,
+    pack_end,
+    read_envelope,
+    read_records,
+    split,
+)
+from thinwire.transport.udp.recovery import Gathering, Group, Sending
+from thinwire.transport.udp.session import Outgoing, Path
+from thinwire.transport.udp.socket import _STAMP, Engine, Intake, _runs, open_socket
 
 FIVE = [bytes([i]) * 1000 for i in range(4)] + [b"e" * 300]
 

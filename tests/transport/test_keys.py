@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.transport.scenarios import PATIENCE, arriving, replies
-from thinwire.cli import run
 from thinwire.errors import TransportError
+from thinwire.tools.cli import run
 from thinwire.transport import Connection, connect, listen
 from thinwire.transport.keys import allowed, new, server_keys, worker_keys
 from thinwire.transport.tcp import TcpListener

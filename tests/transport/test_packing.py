@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.transport.limits import MOST_PARTS
-from thinwire.transport.packing import NAME_BYTES, goodbye, pack, unpack
+from thinwire.transport.mpi import NAME_BYTES, goodbye, pack, unpack
 
 names = st.binary(min_size=NAME_BYTES, max_size=NAME_BYTES)
 messages = st.lists(st.binary(max_size=50), min_size=1, max_size=MOST_PARTS)

@@ -15,7 +15,8 @@ import zmq
 
 from tests.transport.scenarios import PATIENCE, arriving, replies
 from thinwire.errors import TransportError
-from thinwire.transport import connect, endpoint, listen
+from thinwire.transport import connect, listen
+from thinwire.transport import tcp as endpoint
 from thinwire.transport.tcp import TcpConnection, TcpListener
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

@@ -14,23 +14,25 @@ from hypothesis import strategies as st
 from tests.transport.lossy_socket import lose
 from thinwire import _native
 from thinwire.errors import TransportError
-from thinwire.transport import udp_listener
 from thinwire.transport.addresses import connect, listen
-from thinwire.transport.control import Incoming
-from thinwire.transport.envelope import (
+from thinwire.transport.udp import endpoints as udp_listener
+from thinwire.transport.udp.endpoints import UdpConnection, UdpListener
+from thinwire.transport.udp.packet import (
+    KEY_BYTES,
     Envelope,
     Kind,
+    Opener,
     Report,
+    Sealer,
+    new_keys,
     read_control,
     read_envelope,
     read_records,
     read_reports,
+    split,
 )
-from thinwire.transport.gathering import Gathering
-from thinwire.transport.pieces import pack, unpack
-from thinwire.transport.sealing import KEY_BYTES, Opener, Sealer, new_keys, split
-from thinwire.transport.udp_connection import UdpConnection
-from thinwire.transport.udp_listener import UdpListener
+from thinwire.transport.udp.recovery import Gathering, pack, unpack
+from thinwire.transport.udp.session import Incoming
 
 Sides = tuple[UdpListener, UdpConnection]
 

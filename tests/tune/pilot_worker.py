@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
-from thinwire.ddp.pilot import Pilot
-from thinwire.tune.auto import Policy
+from thinwire.link.autotune import Pilot
+from thinwire.tune.forecast import Policy
 
 
 def main() -> None:

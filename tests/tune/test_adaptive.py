@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 import thinwire as tw
 from tests.codec.codec_cases import KINDS, quick
 from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
-from thinwire.tune.adaptive import Adaptive, Rule
+from thinwire.tune.adaptive import Adaptive, Law, Rule
 from thinwire.tune.cost import Affine, Array, Cost, Measured, Packets, Payload
-from thinwire.tune.law import Law
 
 COSTS: list[Cost] = [
     Payload(),
@@ -125,7 +124,7 @@ def test_more_time_or_bandwidth_pays_for_more_entries() -> None:
 def test_bounds_hold_and_the_density_moves_slowly() -> None:
     cost = Measured()
     selection = Adaptive(cost, floor=0.002, ceiling=0.05, start=0.01, smooth=0.2)
-    codec = tw.Codec(selection, memory=tw.Drop())  # the same law at every step
+    codec = tw.Codec(selection, feedback=tw.NoFeedback())  # the same law at every step
     x = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
     counts = []
     for step in range(60):
@@ -147,7 +146,7 @@ def test_until_the_cost_is_known_the_start_is_kept() -> None:
 
 def test_the_random_choice_is_right_on_average_and_takes_no_memory() -> None:
     x = torch.randn(4000, generator=torch.Generator().manual_seed(1))
-    codec = tw.Codec(Adaptive(Affine(1e-5, 1e9), rule="stochastic"), tw.Float32(), tw.Drop())
+    codec = tw.Codec(Adaptive(Affine(1e-5, 1e9), rule="stochastic"), tw.Float32(), tw.NoFeedback())
     total, sent = torch.zeros(4000), 0
     for _ in range(300):
         frame = codec.encode({"w": x})
@@ -156,7 +155,7 @@ def test_the_random_choice_is_right_on_average_and_takes_no_memory() -> None:
     assert sent / 300 == pytest.approx(codec.learned["w"]["density"] * 4000, rel=0.1)
     slope = float((total / 300 * x).sum() / x.square().sum())
     assert slope == pytest.approx(1.0, abs=0.03)
-    with pytest.raises(ValueError, match="use the memory Drop"):
+    with pytest.raises(ValueError, match="use NoFeedback"):
         tw.Codec(Adaptive(Affine(1e-5, 1e9), rule="stochastic")).encode({"w": x})
 
 
@@ -197,7 +196,7 @@ def test_a_line_is_fitted_to_what_exchanges_took() -> None:
         (lambda: Affine(-1.0, 1e6), "a latency is"),
         (lambda: Affine(0.0, 0.0), "a bandwidth is"),
         (lambda: Packets(mtu=0), "mtu above 0"),
-        (lambda: Measured(memory=1.0), "memory between"),
+        (lambda: Measured(decay=1.0), "decay between"),
     ],
 )
 def test_what_cannot_be_is_said(make: Any, reason: str) -> None:

@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.report.browser import render
+from tests.tools.report.browser import render
 from tests.tune.test_forecast import WORK
-from thinwire import cli
-from thinwire.lab.testing import require_lab
-from thinwire.race.measuring import in_buckets, measure, subject_of
-from thinwire.tune.advise import advise, at_rates, crossings
-from thinwire.tune.forecast import DENSE, FP16, SETTINGS, forecast
-from thinwire.tune.network import Network
+from thinwire.tools import cli
+from thinwire.tools.lab.testing import require_lab
+from thinwire.tools.race.advise import advise, at_rates, crossings, in_buckets, measure, subject_of
+from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Network, forecast
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
 

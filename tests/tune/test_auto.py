@@ -11,13 +11,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from tests.cluster import Cluster
-from tests.ddp import jobs, probe
-from thinwire.ddp import pilot as module
-from thinwire.lab import Lab
-from thinwire.lab.testing import require_lab
-from thinwire.tune.auto import Policy
-from thinwire.tune.forecast import DENSE, Setting
-from thinwire.tune.network import Network
+from tests.link import jobs, probe
+from thinwire.link import autotune as module
+from thinwire.tools.lab import Lab
+from thinwire.tools.lab.testing import require_lab
+from thinwire.tune.forecast import DENSE, Network, Policy, Setting
 
 
 def piloted(model: DDP) -> module.Pilot:
@@ -65,7 +63,7 @@ def flight(rank: int, world: int, rates: dict[int, float], steps: int, nap: dict
             modes.append(piloted(model).width)
         figures, why = link.stats(), link.why
         held = sum(
-            float(t.abs().sum()) for n, _ in model.module.named_parameters() for t in link.codec.held(n).values()
+            float(t.abs().sum()) for n, _ in model.module.named_parameters() for t in link.codec.residuals(n).values()
         )
         link.detach()
     finally:

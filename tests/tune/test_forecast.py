@@ -4,21 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.tune.auto import Policy, Watch, decide
 from thinwire.tune.forecast import (
     DENSE,
     FP16,
     HIERARCHICAL,
     SETTINGS,
     Forecast,
+    Line,
+    Network,
+    Policy,
     Setting,
+    Tiers,
+    Watch,
     Workload,
     at_density,
+    decide,
     forecast,
     frame_bytes,
     sent,
 )
-from thinwire.tune.network import Line, Network, Tiers
 
 # The convnet of SparsifyGradients on a slow core: 7 MB of gradients, 40 ms of computing.
 WORK = Workload(

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.report.browser import render
-from thinwire.cli import run
-from thinwire.tune.calibrate import Point, calibrated, off
-from thinwire.tune.scale import EXCHANGES, Cluster, Task, predict, slowest
+from tests.tools.report.browser import render
+from thinwire.tools.cli import run
+from thinwire.tools.simulate.scale import EXCHANGES, Cluster, Point, Task, calibrated, off, predict, slowest
 
 TASK = Task(elements=1_000_000, frame=25_000.0, compute=0.05, encode=0.002, decode=0.0004)
 CLUSTER = Cluster(rate=100e6, latency=0.001)

@@ -6,20 +6,107 @@ The whole way out is `encode`: check, accumulate, choose, write.
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire import _native
-from thinwire.codec.batch import Batch, Observer
+from thinwire.codec.encode import EVERYTHING, Batch, Chosen, Observer, Place, empty_frame, put_native, put_torch
+from thinwire.codec.feedback import ErrorFeedback, Feedback
 from thinwire.codec.frame import Frame, FrameReader, section_bound
-from thinwire.codec.keeping import Keeper
-from thinwire.codec.memory import Memory, Residual
 from thinwire.codec.selection import RandomK, Selection, TopK
 from thinwire.codec.values import SEEDS, Bits, Values
 from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vector, first_not_finite
-from thinwire.codec.writing import EVERYTHING, Chosen, Place, empty_frame, put_native, put_torch
+
+State = dict[str, Any]
+
+
+class Keeper:
+    """The part of a codec that has a state."""
+
+    def __init__(self, selection: Selection, feedback: Feedback) -> None:
+        self.selection = selection
+        self.feedback = feedback
+        self.step = 0
+        self.generation = 0  # changes when the memory's tensors are others than before
+        self._slots: dict[str, dict[str, Tensor]] = {}
+        self._learned: dict[str, dict[str, float]] = {}
+
+    def open_slots(self, name: str, gradient: Tensor) -> dict[str, Tensor]:
+        """The memory's tensors of a parameter, made if they are not there yet."""
+        held = self._slots.setdefault(name, {})
+        for slot in self.feedback.slots:
+            tensor = held.get(slot)
+            if tensor is None:
+                held[slot] = torch.zeros(gradient.numel(), device=gradient.device)
+            elif tensor.device != gradient.device:
+                held[slot] = tensor.to(gradient.device)
+                self.generation += 1
+        return held
+
+    def residuals(self, name: str) -> dict[str, Tensor]:
+        """The memory's tensors of one parameter, flat; empty before its first encode."""
+        return self._slots.get(name, {})
+
+    @property
+    def learned(self) -> dict[str, dict[str, float]]:
+        """What the selection remembers, by the first parameter of each group."""
+        return self._learned
+
+    def give_back(self, name: str, positions: Tensor, values: Tensor) -> None:
+        """Put entries back into the memory that were sent and did not count, or that another rank's memory lost."""
+        residual = self._slots.get(name, {}).get("residual")
+        if residual is not None:
+            residual.index_add_(0, positions.to(residual.device), values.to(residual.device))
+
+    def rescale(self, factor: float, names: Collection[str] | None = None) -> None:
+        """Multiply the memory (of some parameters, or of all), when the unit of the gradients changes.
+
+        After a change of the loss scale call it with new / old. After a change of the learning rate call it with
+        old / new, so that what is held back is applied at the rate it was computed for.
+        """
+        if not (0.0 < factor < float("inf")):
+            raise ValueError(f"a memory is rescaled by a positive finite factor, not {factor}")
+        for name in self._slots if names is None else names:
+            for tensor in self._slots.get(name, {}).values():
+                tensor.mul_(factor)
+            self.selection.rescale(factor, self._learned.get(name, {}))
+
+    def state_dict(self) -> State:
+        """Plain tensors and numbers by parameter name, loadable with `torch.load(weights_only=True)`."""
+        memory = {name: {slot: t.clone() for slot, t in slots.items()} for name, slots in self._slots.items()}
+        learned = {label: dict(values) for label, values in self._learned.items() if values}
+        return {"version": 1, "step": self.step, "residuals": memory, "selection": learned}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over a saved state; raises ValueError and changes nothing if it is not one of this memory."""
+        if state.get("version") != 1:
+            raise ValueError(f"the codec's state has version {state.get('version')!r}, this thinwire reads 1")
+        missing = {"step", "residuals", "selection"} - set(state)
+        if missing:
+            raise ValueError(f"the codec's state lacks {', '.join(sorted(missing))}")
+        for name, slots in state["residuals"].items():
+            self._check_slots(name, slots)
+        self.step = int(state["step"])
+        self.generation += 1
+        self._slots = {
+            name: {slot: t.detach().clone().float().reshape(-1) for slot, t in slots.items()}
+            for name, slots in state["residuals"].items()
+        }
+        self._learned = {label: dict(values) for label, values in state["selection"].items()}
+
+    def _check_slots(self, name: str, slots: Mapping[str, Tensor]) -> None:
+        if set(slots) != set(self.feedback.slots):
+            raise ValueError(
+                f"{name}: the state holds {sorted(slots)}, {self.feedback} needs {list(self.feedback.slots)}"
+            )
+        if len({tensor.numel() for tensor in slots.values()}) > 1:
+            raise ValueError(f"{name}: the tensors {sorted(slots)} of the state differ in size")
+        for slot, tensor in slots.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name}: the state's {slot} holds a value that is not finite")
+
 
 Scope = Literal["tensor", "global"]
 Kernels = Literal["auto", "native", "torch"]
@@ -39,7 +126,7 @@ class Codec(Keeper):
         self,
         selection: Selection | float = 0.01,
         values: Values | None = None,
-        memory: Memory | None = None,
+        feedback: Feedback | None = None,
         *,
         scope: Scope = "tensor",
         min_numel: int = 1024,
@@ -51,7 +138,7 @@ class Codec(Keeper):
             raise ValueError(f'kernels is "auto", "native" or "torch", not {kernels!r}')
         super().__init__(
             selection if isinstance(selection, Selection) else TopK(selection),
-            memory if memory is not None else Residual(),
+            feedback if feedback is not None else ErrorFeedback(),
         )
         self.values = values if values is not None else Bits(8)
         self.scope = scope
@@ -62,7 +149,7 @@ class Codec(Keeper):
 
     def __repr__(self) -> str:
         return (
-            f"Codec({self.selection}, {self.values}, {self.memory}, scope={self.scope!r}, min_numel={self.min_numel})"
+            f"Codec({self.selection}, {self.values}, {self.feedback}, scope={self.scope!r}, min_numel={self.min_numel})"
         )
 
     # The way out
@@ -103,7 +190,7 @@ class Codec(Keeper):
             return list(active)[bad]
         at = self.step if step is None else step
         self.step = at + 1
-        vectors = [self.memory.open(g, self.open_slots(name, g)) for name, g in active.items()]
+        vectors = [self.feedback.open(g, self.open_slots(name, g)) for name, g in active.items()]
         sections = [i for i, name in enumerate(tensors) if name not in hold]
         batch = self.choose(list(active), vectors, sections, at)
         if self.observer is not None:
@@ -226,7 +313,7 @@ class Codec(Keeper):
         return Codec(
             self.selection,
             self.values,
-            self.memory,
+            self.feedback,
             scope=self.scope,
             min_numel=self.min_numel,
             kernels=self.kernels,

@@ -1,4 +1,4 @@
-"""Vectors: what a selection may ask of gradient + memory, answered by the native kernels or by torch operations.
+"""Vectors: what a selection may ask of gradient + residual, answered by the native kernels or by torch operations.
 
 A group is one or several tensors that share a threshold; both implementations give the same answers to exact
 questions, and answers of the same quality to sampled ones.
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from thinwire import _native
 
-# (address of the gradient, dtype code, address of the memory or 0, decay, numel), as the kernels take it
+# (address of the gradient, dtype code, address of the residual or 0, decay, numel), as the kernels take it
 Described = tuple[int, int, int, float, int]
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-# The largest float32: a memory must never hold an infinity.
+# The largest float32: a residual must never hold an infinity.
 MOST = torch.finfo(torch.float32).max
 
 # Bins of a histogram: the exponent and six bits of the fraction, as native/histogram.hpp has them.
@@ -56,15 +56,15 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Vector:
-    """One tensor on its way out: decay * memory + gradient, or the gradient alone where memory is None.
+    """One tensor on its way out: decay * residual + gradient, or the gradient alone where residual is None.
 
-    `held` receives what is not sent; `mask` is cleared where something was sent. Both may be None.
+    `kept` receives what is not sent; `mask` is cleared where something was sent. Both may be None.
     """
 
     gradient: Tensor
-    memory: Tensor | None
+    residual: Tensor | None
     decay: float
-    held: Tensor | None
+    kept: Tensor | None
     mask: Tensor | None
 
     @property
@@ -73,31 +73,31 @@ class Vector:
 
     @property
     def described(self) -> Described:
-        memory = self.memory.data_ptr() if self.memory is not None else 0
+        residual = self.residual.data_ptr() if self.residual is not None else 0
         gradient = self.gradient
-        return (gradient.data_ptr(), DTYPES[gradient.dtype], memory, self.decay, gradient.numel())
+        return (gradient.data_ptr(), DTYPES[gradient.dtype], residual, self.decay, gradient.numel())
 
     def accumulated(self) -> Tensor:
-        """Gradient + memory as a new float32 tensor; the memory is not touched."""
+        """Gradient + residual as a new float32 tensor; the residual is not touched."""
         gradient = self.gradient.reshape(-1).float()
-        if self.memory is None:
+        if self.residual is None:
             return gradient
-        total = (self.memory if self.decay == 1.0 else self.memory * self.decay) + gradient
+        total = (self.residual if self.decay == 1.0 else self.residual * self.decay) + gradient
         return total.clamp_(-MOST, MOST)  # sums of finite values stay finite
 
     def settled(self) -> "Vector":
-        """The same vector, after writing the sum to the memory."""
-        if self.memory is None:
+        """The same vector, after writing the sum to the residual."""
+        if self.residual is None:
             return self
         if self.gradient.device.type == "cpu":
             _native.accumulate(self.described)
         else:
-            self.memory.copy_(self.accumulated())
+            self.residual.copy_(self.accumulated())
         return self.written()
 
     def written(self) -> "Vector":
-        """The same vector whose sum is in the memory already."""
-        return self if self.memory is None else replace(self, gradient=self.memory, memory=None, decay=1.0)
+        """The same vector whose sum is in the residual already."""
+        return self if self.residual is None else replace(self, gradient=self.residual, residual=None, decay=1.0)
 
 
 class Group(ABC):
@@ -108,7 +108,7 @@ class Group(ABC):
         self.n = sum(v.n for v in vectors)
 
     def settle(self) -> None:
-        """Add the gradients to the memories now: worth it where every element is read more than once."""
+        """Add the gradients to the residuals now: worth it where every element is read more than once."""
         self.vectors = [v.settled() for v in self.vectors]
 
     @abstractmethod
@@ -210,8 +210,8 @@ def _one_of_each(vector: Vector, stride: int, seed: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     # One tensor of a group may have fewer elements than a stride of all: then any of them.
     places = starts + torch.randint(min(stride, vector.n), starts.shape, generator=generator, device=device)
-    memory = vector.memory[places] if vector.memory is not None else None
-    return replace(vector, gradient=vector.gradient.reshape(-1)[places], memory=memory).accumulated()
+    residual = vector.residual[places] if vector.residual is not None else None
+    return replace(vector, gradient=vector.gradient.reshape(-1)[places], residual=residual).accumulated()
 
 
 def first_not_finite(tensors: Sequence[Tensor]) -> int:

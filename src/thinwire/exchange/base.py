@@ -1,6 +1,6 @@
-"""Exchange: the interface between a link and the ways in which frames become a mean.
+"""Dense: no compression; the all-reduce that DDP itself would do.
 
-An exchange gets one bucket of gradients at a time, always in the same order on every rank.
+For networks where compression does not pay, and as the yardstick in tests.
 """
 
 import zlib
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
@@ -139,3 +140,36 @@ def slack(codec: Codec, numels: list[int]) -> int:
     """
     blocks = sum(-(-n // BLOCK) for n in numels if n < codec.min_numel)
     return 32 + 2 * len(numels) + 2 * blocks
+
+
+class Dense(Exchange):
+    """Sum everything, divide by the number of ranks; a non-finite value spreads by itself.
+
+    A memory that was loaded from a compressing link's state travels with the first gradients.
+    """
+
+    def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
+        self._channel, self._codec = channel, codec
+
+    def channels(self) -> list[Channel]:
+        return [self._channel]
+
+    def mean(self, bucket: Bucket) -> Outcome:
+        together = torch.cat([g.reshape(-1) for g in bucket.gradients.values()]).to(self._channel.device)
+        parts = dict(zip(bucket.gradients, torch.split(together, bucket.numels), strict=True))
+        loaded = {name: slots for name in parts if name not in bucket.hold and (slots := self._codec.residuals(name))}
+        for name, slots in loaded.items():
+            if "residual" in slots:
+                parts[name] += slots["residual"].to(together)
+        together *= 1.0 / self._channel.world
+        self._channel.all_reduce(together)
+        for out, part in zip(bucket.outs, parts.values(), strict=True):
+            out.copy_(part)
+        if loaded and bool(together.isfinite().all()):
+            for slots in loaded.values():
+                for held in slots.values():
+                    held.zero_()
+        return Outcome(counts=dict(zip(bucket.gradients, bucket.numels, strict=True)))
+
+    def __repr__(self) -> str:
+        return "Dense()"

@@ -1,12 +1,11 @@
-"""Channel: the few collectives that exchanges use, on one process group, with their bytes and time counted.
-
-Everything is uint8 of a size that all ranks know beforehand: the one thing that every backend moves.
-"""
+"""Groups: process groups of a link's own, so that its collectives never meet those of DDP or of the user."""
 
 import contextlib
+import datetime
+import json
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -140,3 +139,89 @@ class Channel:
 
 def _now() -> tuple[float, float]:
     return time.perf_counter(), time.thread_time()
+
+
+def share(channel: Channel, mine: Sequence[float]) -> list[list[float]]:
+    """Everybody's numbers, in rank order."""
+    message = torch.tensor(list(mine), dtype=torch.float64).view(torch.uint8)
+    return [m.clone().view(torch.float64).tolist() for m in channel.all_gather(message)]
+
+
+T = TypeVar("T")
+
+
+def gather_json(channel: Channel, value: Any) -> list[Any]:
+    """Everybody's value, in rank order."""
+    data = json.dumps(value).encode()
+    length = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
+    lengths = [int(t.clone().view(torch.int64)[0]) for t in channel.all_gather(length)]
+    message = torch.zeros(max(lengths), dtype=torch.uint8)
+    message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    gathered = channel.all_gather(message)
+    return [json.loads(m[:n].numpy().tobytes()) for m, n in zip(gathered, lengths, strict=True)]
+
+
+def agreed(channel: Channel, prepare: Callable[[], T], describe: Callable[[T], dict[str, Any]]) -> T:
+    """What `prepare` makes, if all ranks can make it and describe it alike; otherwise all ranks raise."""
+    try:
+        made = prepare()
+        description = describe(made)
+    except Exception as error:
+        gather_json(channel, {"error": f"{error}"})  # the others wait for this rank: let them raise too
+        raise
+    everybody = gather_json(channel, description)
+    for rank, other in enumerate(everybody):
+        if "error" in other:
+            raise LinkError(f"rank {rank} cannot attach: {other['error']}")
+    for rank, other in enumerate(everybody):
+        for key, value in everybody[0].items():
+            if other.get(key) != value:
+                raise LinkError(f"rank {rank} differs from rank 0 in {_difference(key, value, other.get(key))}")
+    return made
+
+
+def _difference(key: str, ours: Any, theirs: Any) -> str:
+    if key != "parameters":
+        return f"{key}: {theirs} against {ours}; give every rank the same"
+    if len(ours) != len(theirs):
+        missing = sorted({name for name, *_ in ours} ^ {name for name, *_ in theirs})
+        return f"the number of parameters: {len(theirs)} against {len(ours)} ({', '.join(missing[:3])} not on both)"
+    first = next((a, b) for a, b in zip(ours, theirs, strict=True) if a != b)
+    return f"a parameter: {' '.join(map(str, first[1]))} against {' '.join(map(str, first[0]))}"
+
+
+class OwnGroups:
+    """Makes channels on groups of some of the parent's ranks."""
+
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device, timeout: float | None) -> None:
+        self._parent, self._device = parent, device
+        self._limit = datetime.timedelta(seconds=timeout) if timeout is not None else _timeout(parent)
+        self.all = Channel(self._new_group(None), device)
+
+    def __call__(self, members: list[list[int]]) -> list[Channel]:
+        """A channel for each list of ranks; where this rank is not in one, the channel of all stands for it."""
+        made = [self._new_group(ranks) for ranks in members]
+        return [
+            Channel(group, self._device) if self.all.rank in ranks else self.all
+            for group, ranks in zip(made, members, strict=True)
+        ]
+
+    def _new_group(self, ranks: list[int] | None) -> dist.ProcessGroup:
+        """A group of some of the parent's ranks; every rank of the world that has the parent must call it."""
+        members = dist.get_process_group_ranks(self._parent)
+        chosen = members if ranks is None else [members[r] for r in ranks]
+        backend = dist.get_backend(self._parent)
+        group: dist.ProcessGroup = dist.new_group(
+            chosen, timeout=self._limit, backend=backend, use_local_synchronization=backend != "mpi"
+        )
+        return group
+
+
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None) if _is_gloo(group) else None
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, datetime.timedelta) else dist.default_pg_timeout
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return "gloo" in str(dist.get_backend(group))

@@ -6,8 +6,7 @@ Gather needs one round, ScatterReduce two; the second round must save more than 
 from collections.abc import Mapping
 
 from thinwire.codec.codec import Codec
-from thinwire.exchange.base import Exchange
-from thinwire.exchange.dense import Dense
+from thinwire.exchange.base import Dense, Exchange
 from thinwire.exchange.gather import Gather, gathered_bytes
 from thinwire.exchange.scatter_reduce import ScatterReduce
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
+from thinwire.codec.encode import Deal, Part, Placed, SteadyEncoder, encode_parts
 from thinwire.codec.frame import Frame, FrameReader, Frames, frames_of
-from thinwire.codec.parts import Deal, Part, encode_parts
-from thinwire.codec.steady import Placed, SteadyEncoder
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
+from thinwire.codec.encode import Deal, Part, empty_frame, encode_leftover, encode_parts, fill
+from thinwire.codec.feedback import NoFeedback
 from thinwire.codec.frame import Frame, FrameReader, Frames, frames_of
-from thinwire.codec.memory import Drop
-from thinwire.codec.parts import Deal, Part, encode_leftover, encode_parts, fill
-from thinwire.codec.writing import empty_frame
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.gather import Gather, gathered_bytes
@@ -85,7 +84,7 @@ class ScatterReduce(Exchange):
         world = channel.world
         selection = codec.selection.again(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
         self._second = Codec(
-            selection, codec.values, Drop(), scope=codec.scope, min_numel=codec.min_numel, kernels=codec.kernels
+            selection, codec.values, NoFeedback(), scope=codec.scope, min_numel=codec.min_numel, kernels=codec.kernels
         )
 
     def channels(self) -> list[Channel]:

@@ -16,26 +16,14 @@ from torch import nn
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import Selection
-from thinwire.server.aggregate import Aggregator, Reduce
-from thinwire.server.answers import Answers
-from thinwire.server.attendance import Attendance
-from thinwire.server.buffers import Buffers
-from thinwire.server.clock import Clock
-from thinwire.server.cutting import cut_for
-from thinwire.server.desk import Desk, OnFigures
-from thinwire.server.handshake import Door
-from thinwire.server.layers import Layout
-from thinwire.server.lossy import check_on_loss
-from thinwire.server.lossy_views import LossyViews
-from thinwire.server.members import Member, Members
-from thinwire.server.messages import Kind, Message
-from thinwire.server.naming import named_codec
-from thinwire.server.post import Post
-from thinwire.server.progress import Progress
-from thinwire.server.reception import Reception, Terms
+from thinwire.server.aggregate import Aggregator, Clock, Reduce
+from thinwire.server.checkpoint import Store
+from thinwire.server.dispatch import Answers, Attendance, Desk, OnFigures, Progress
+from thinwire.server.layout import Buffers, Layout, cut_for
+from thinwire.server.membership import Member, Members, Post, Reception, Terms
+from thinwire.server.protocol import Door, Kind, Message, named_codec
+from thinwire.server.replicas import LossyViews, Views, check_on_loss
 from thinwire.server.schedule import check_policy
-from thinwire.server.store import Store
-from thinwire.server.views import Views
 from thinwire.transport.addresses import listen
 from thinwire.transport.base import Listener
 

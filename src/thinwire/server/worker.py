@@ -13,12 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.server.courier import Courier
-from thinwire.server.layers import trained
-from thinwire.server.naming import named_codec
-from thinwire.server.pace import Pace, StepTimes, Stopwatch
-from thinwire.server.session import Session
-from thinwire.server.standing import ServerError
+from thinwire.server.client import Courier, Pace, ServerError, StepTimes, Stopwatch
+from thinwire.server.layout import trained
+from thinwire.server.protocol import Session, named_codec
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from thinwire.errors import ThinwireError, TransportError
 from thinwire.transport.base import Connection, Listener
 from thinwire.transport.keys import worker_keys
-from thinwire.transport.mtu import check_mtu
+from thinwire.transport.limits import check_mtu
 
 if TYPE_CHECKING:
     from thinwire.transport.tcp import TcpConnection, TcpListener
+
 
 Keys = str | os.PathLike[str] | None
 
@@ -82,7 +83,7 @@ def _connect_tcp(address: str, keys: Keys) -> "TcpConnection":
 
 def _listen_udp(address: str, keys: Keys, insecure: bool, mtu: int | None = None) -> Listener:
     with _from_extra("server"):
-        from thinwire.transport.udp_listener import UdpListener
+        from thinwire.transport.udp.endpoints import UdpListener
     if mtu is not None:
         check_mtu(mtu)
     host = resolve(split(address)[0])
@@ -91,7 +92,7 @@ def _listen_udp(address: str, keys: Keys, insecure: bool, mtu: int | None = None
 
 def _connect_udp(address: str, keys: Keys) -> Connection:
     with _from_extra("server"):
-        from thinwire.transport.udp_connection import UdpConnection
+        from thinwire.transport.udp.endpoints import UdpConnection
     return UdpConnection(_connect_tcp(address, keys), split(address)[0])
 
 
@@ -125,7 +126,7 @@ SCHEMES: dict[str, tuple[Callable[[str, Keys, bool], Listener], Callable[[str, K
 
 def require(scheme: str) -> None:
     """Say what to install if a transport lacks its library: before hosts and processes are made that would fail."""
-    module = {"tcp": "tcp", "udp": "udp_listener", "mpi": "mpi"}[scheme]
+    module = {"tcp": "tcp", "udp": "udp.endpoints", "mpi": "mpi"}[scheme]
     with _from_extra("mpi" if scheme == "mpi" else "server"):
         importlib.import_module(f"thinwire.transport.{module}")
 

@@ -1,7 +1,4 @@
-"""Limits: what one message may be, for senders and receivers of every transport.
-
-A sender that goes beyond them has made a mistake and is told; a receiver discards what goes beyond them and counts it.
-"""
+"""Mtu: how large a datagram may be; needs no library, so that a command line can be checked without one."""
 
 from collections.abc import Iterable, Sequence
 
@@ -30,3 +27,14 @@ def acceptable(sizes: Iterable[int]) -> bool:
     """Whether a message that has arrived keeps the limits."""
     known = list(sizes)
     return 1 <= len(known) <= MOST_PARTS and sum(known) <= LARGEST
+
+
+MTU = 1400
+LARGEST_DATAGRAM = 9216
+
+
+def check_mtu(mtu: int) -> int:
+    """Bytes of a datagram; ValueError if frames would not fit, or networks would cut it."""
+    if not 256 <= mtu <= LARGEST_DATAGRAM:
+        raise ValueError(f"--mtu is from 256 to {LARGEST_DATAGRAM} bytes, not {mtu}")
+    return mtu

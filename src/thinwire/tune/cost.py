@@ -90,20 +90,20 @@ class Measured(Cost):
     apart, and all of the exchange counts as time per bit.
     """
 
-    memory: float = 0.95  # what an observation weighs after one more: closer to 1 is steadier and slower
+    decay: float = 0.95  # what an observation weighs after one more: closer to 1 is steadier and slower
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5, init=False, repr=False, compare=False)
     _beside: float = field(default=0.0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.memory < 1.0:
-            raise ValueError(f"Measured needs a memory between 0 and 1, not {self.memory}")
+        if not 0.0 < self.decay < 1.0:
+            raise ValueError(f"Measured needs a decay between 0 and 1, not {self.decay}")
 
     def observe(self, bits: float, seconds: float, *, beside: float | None = None) -> None:
         """A frame of so many bits took so long to exchange; `beside` is what the step took apart from that."""
         new = (1.0, bits, seconds, bits * bits, bits * seconds)
-        self._sums = [self.memory * old + value for old, value in zip(self._sums, new, strict=True)]
+        self._sums = [self.decay * old + value for old, value in zip(self._sums, new, strict=True)]
         if beside is not None:
-            rate = 1.0 if self._beside == 0.0 else 1.0 - self.memory
+            rate = 1.0 if self._beside == 0.0 else 1.0 - self.decay
             self._beside += rate * (beside - self._beside)
 
     @property

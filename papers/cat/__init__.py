@@ -1,0 +1,1 @@
+"""Khirirat et al. 2020, CAT: communication-aware adaptive tuning of sparsification."""

@@ -1,0 +1,1 @@
+"""Lam, Look and Whittell 2017: SparsifyGradients, the founding paper."""

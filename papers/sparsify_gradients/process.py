@@ -1,0 +1,195 @@
+"""One host of SparsifyGradients as the paper describes it: broadcast, compute, send to the master, one after the other.
+
+Rank 0 is the master and computes no gradient. The model goes down dense, along a chain of hosts. Gradients come up
+whole, or as 8 bytes per kept value (int32, float32).
+Prints the times of every step by the machine's one monotonic clock, which all emulated hosts share; and how long a
+gradient takes a host that has the machine's cores for itself.
+"""
+
+import ipaddress
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.codec.codec import Codec
+from thinwire.codec.feedback import NoFeedback
+from thinwire.codec.frame import FrameReader
+from thinwire.codec.selection import Percentile
+from thinwire.codec.values import Float32
+from thinwire.tools.recipes.convnet import cuda_convnet
+
+# What arrives meanwhile is taken together, as network cards gather packets before they interrupt a processor.
+GATHERED = 1e-3  # seconds
+
+
+class Chain:
+    """This host's place between the one before and the one after it; a collective call."""
+
+    def __init__(self) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        with socket.create_server((_own_address(), 0)) as server:
+            address, port = server.getsockname()
+            mine = torch.tensor([int(ipaddress.ip_address(address)), port])
+            places = [torch.empty_like(mine) for _ in range(world)]
+            dist.all_gather(places, mine)
+            self._after = _connected(places[rank + 1]) if rank + 1 < world else None
+            self._before = server.accept()[0] if rank else None
+
+    def pass_on(self, vector: Tensor) -> None:
+        """The first host's vector (contiguous, on the CPU) becomes everybody's."""
+        whole, got = vector.numpy().data.cast("B"), 0
+        if self._before is None and self._after is not None:
+            self._after.sendall(whole)
+        while self._before is not None and got < len(whole):
+            time.sleep(GATHERED)
+            more = self._before.recv_into(whole[got:])
+            if not more:
+                raise ConnectionError("the host before this one in the chain is gone")
+            if self._after is not None:
+                self._after.sendall(whole[got : got + more])
+            got += more
+
+    def close(self) -> None:
+        """Give the connections back."""
+        for connection in (self._before, self._after):
+            if connection is not None:
+                connection.close()
+
+
+def _own_address() -> str:
+    """The address under which the other hosts see this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, only finds the way
+        return str(asking.getsockname()[0])
+
+
+def _connected(place: Tensor) -> socket.socket:
+    address, port = place.tolist()
+    connection = socket.create_connection((str(ipaddress.ip_address(address)), port))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+# Of the sum of the gradients: only the time counts, and at a rate from which a network learns, on these images it
+# diverges or ends with gradients of zeros, which need not be sent.
+RATE = 1e-3 / 13
+ALONE = 5  # times that all hosts take their turns
+# The paper's threshold is that of all values, not of a sample.
+PAPER = {"percentile90": Codec(Percentile(90, exact=True), Float32(), NoFeedback())}
+
+
+class Host:
+    """A model as one vector, and this host's part in a step."""
+
+    def __init__(self, method: str, batch: int, chain: Chain) -> None:
+        torch.manual_seed(0)
+        self.model = cuda_convnet()
+        self.codec: Codec | None = None if method == "dense" else PAPER[method].fresh()
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.numels = [p.numel() for p in self.model.parameters()]
+        self.master, self.world = dist.get_rank() == 0, dist.get_world_size()
+        self.vector = nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        self.batch, self.generator = batch, torch.Generator().manual_seed(dist.get_rank())
+        self.chain = chain
+        self.sent = 0  # bytes of the last gradient
+
+    def synchronise(self) -> None:
+        """Everybody gets the master's model."""
+        self.chain.pass_on(self.vector)
+        nn.utils.vector_to_parameters(self.vector, self.model.parameters())
+
+    def compute(self) -> Tensor:
+        """This host's gradient as it travels; the master has none."""
+        if self.master:
+            return self._message([])
+        images = torch.randn(self.batch, 3, 32, 32, generator=self.generator)
+        labels = torch.randint(0, 10, (self.batch,), generator=self.generator)
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        return self._message(list(torch.autograd.grad(loss, list(self.model.parameters()))))
+
+    def _message(self, gradients: list[Tensor]) -> Tensor:
+        """One row, the gradient; or two, the kept values' places (as the bits of float32) and the values."""
+        rows = 1 if self.codec is None else 2
+        if self.master:
+            return torch.empty(rows, 0)
+        if self.codec is None:
+            return torch.cat([gradient.reshape(-1) for gradient in gradients]).view(1, -1)
+        reader = FrameReader(self.codec.encode(dict(zip(self.names, gradients, strict=True))), self.numels)
+        starts = [sum(self.numels[:i]) for i in range(len(self.numels))]
+        entries = [(section.id, *reader.entries(section)) for section in reader.sections]
+        places = torch.cat([(where + starts[i]).int() for i, where, _ in entries])
+        return torch.stack([places.view(torch.float32), torch.cat([values for _, _, values in entries])])
+
+    def aggregate(self, message: Tensor) -> None:
+        """All gradients go to the master, which applies one after the other."""
+        longest = torch.tensor([message.shape[1]])
+        dist.all_reduce(longest, dist.ReduceOp.MAX)  # what a collective gathers has one size
+        self.sent = 4 * message.shape[0] * int(longest)
+        padded = torch.zeros(message.shape[0], int(longest))  # a zero at place zero changes nothing
+        padded[:, : message.shape[1]] = message
+        found = [torch.empty_like(padded) for _ in range(self.world)] if self.master else None
+        dist.gather(padded, found, dst=0)
+        for rows in (found or [])[1:]:
+            if self.codec is None:
+                self.vector[: rows.shape[1]].add_(rows[0], alpha=-RATE)
+            else:
+                self.vector.index_add_(0, rows[0].view(torch.int32), rows[1], alpha=-RATE)
+
+
+def step_of(host: Host) -> dict[str, float]:
+    """One step; the phases are kept apart by barriers, as in a bulk synchronous system."""
+    times = {"began": time.monotonic()}
+    host.synchronise()
+    dist.barrier()
+    times["synchronised"] = time.monotonic()
+    message = host.compute()
+    dist.barrier()
+    times["computed"] = time.monotonic()
+    host.aggregate(message)
+    times["ended"] = time.monotonic()
+    return times
+
+
+def alone(host: Host) -> float:
+    """Seconds of the slowest host's gradient, computed one host after the other: no other needs a core meanwhile."""
+    spent = torch.zeros(1, dtype=torch.float64)
+    for rank in range(1, host.world):
+        dist.barrier()
+        if rank == dist.get_rank():
+            began = time.monotonic()
+            host.compute()
+            spent[0] = time.monotonic() - began
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def main() -> None:
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    chain = Chain()
+    for method in options["methods"]:
+        host = Host(method, options["batch"], chain)
+        begun = host.vector.clone()
+        for _ in range(options["steps"]):
+            times = step_of(host)
+            if host.master:
+                moved = float((host.vector - begun).norm())
+                print("STEP " + json.dumps({"method": method, "moved": moved, "sent": host.sent, **times}), flush=True)
+        for _ in range(ALONE):
+            slowest = alone(host)
+            if host.master:
+                print("ALONE " + json.dumps({"method": method, "seconds": slowest}), flush=True)
+    chain.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

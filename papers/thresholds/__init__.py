@@ -1,0 +1,1 @@
+"""Tsai 2018, first half: how to choose a threshold."""

@@ -1,0 +1,1 @@
+"""Alistarh et al. 2018: the convergence of sparsified gradient methods."""

@@ -1,0 +1,265 @@
+"""Buffers: what a model has besides trained parameters: running statistics, and parameters that are frozen.
+
+Buffers travel: a worker that joins takes the server's, and now and then the server takes those of one worker, so that
+the server's model can be evaluated. Frozen parameters do not: both sides must have loaded the same ones.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.codec.codec import Codec
+from thinwire.errors import MessageError
+from thinwire.transport.base import LARGEST, Buffer
+
+# A layout that a peer announces may not be larger than this.
+MOST_PARTS = 1 << 16
+# Elements of a part: in full it must fit in a message.
+MOST_ELEMENTS = (LARGEST - 1024) // 4
+
+# A module of less than this share of the model, and of fewer elements, joins the layer before it, up to that much.
+_SMALL, _FEW = 1 / 64, 1 << 16
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+Members = list[tuple[str, Tensor]]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take part; tied ones once, by their first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one parameter's elements; `name` is unique among all pieces."""
+
+    parameter: str
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.parameter}[{self.begin}:{self.end}]"
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The parameters of one module, or of one and small ones behind it, and the parts in which they travel."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    parts: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """Of its first module."""
+        return self.modules[0]
+
+    @property
+    def numel(self) -> int:
+        return sum(len(piece) for part in self.parts for piece in part)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All layers of a model in the order of its modules, which is taken for the order of use."""
+
+    layers: tuple[Layer, ...]
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    cut: int
+
+    @classmethod
+    def of(cls, model: nn.Module, cut: int) -> "Layout":
+        """The layout with parts of at most `cut` elements; 0 leaves layers whole."""
+        if cut < 0:
+            raise ValueError(f"a part has at least one element, not {cut}")
+        owned: dict[str, Members] = {}
+        for name, parameter in trained(model).items():
+            owned.setdefault(name.rpartition(".")[0], []).append((name, parameter))
+        if not owned:
+            raise ValueError("the model has no parameter that is trained")
+        sizes = [p.numel() for members in owned.values() for _, p in members]
+        if cut and sum(-(-n // cut) for n in sizes) > MOST_PARTS:  # before they are made
+            raise ValueError(f"parts of {cut} elements cut this model in too many: make them larger")
+        layers = tuple(
+            Layer(modules, tuple(name for name, _ in members), tuple(_parts(members, cut)))
+            for modules, members in _joined(owned)
+        )
+        largest = max((layer for layer in layers), key=lambda layer: max(map(_elements, layer.parts)))
+        if max(map(_elements, largest.parts)) > MOST_ELEMENTS:
+            raise ValueError(f"the layer {largest.name} is too large for a message: cut it in smaller parts")
+        shapes = tuple((n, tuple(p.shape)) for members in owned.values() for n, p in members)
+        return cls(layers, shapes, cut)
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """(layer, part) of everything that travels."""
+        return ((i, j) for i, layer in enumerate(self.layers) for j in range(len(layer.parts)))
+
+    @cached_property
+    def numbers(self) -> dict[tuple[int, int], int]:
+        """The numbers of all parts through all layers, by (layer, part)."""
+        return {place: number for number, place in enumerate(self.places())}
+
+    def numels(self, layer: int, part: int) -> list[int]:
+        return [len(piece) for piece in self.layers[layer].parts[part]]
+
+
+def difference(ours: Shapes, theirs: Shapes, what: str) -> str | None:
+    """The first tensor in which a worker's model differs from the server's, in words."""
+    mine, others = dict(ours), dict(theirs)
+    for name, shape in mine.items():
+        if name not in others:
+            return f"the server's model has a {what} {name} that the worker's lacks"
+        if others[name] != shape:
+            return f"{name} has the shape {list(shape)} on the server and {list(others[name])} on the worker"
+    extra = next((name for name in others if name not in mine), None)
+    if extra is not None:
+        return f"the worker's model has a {what} {extra} that the server's lacks"
+    return None if list(mine) == list(others) else f"server and worker order their {what}s differently"
+
+
+def _elements(part: tuple[Piece, ...]) -> int:
+    return sum(map(len, part))
+
+
+def _joined(owned: dict[str, Members]) -> list[tuple[tuple[str, ...], Members]]:
+    """Modules with the small ones behind them. In the backward pass those are ready before."""
+    sizes = {module: sum(p.numel() for _, p in members) for module, members in owned.items()}
+    small = min(_FEW, int(_SMALL * sum(sizes.values())))
+    groups: list[list[str]] = []
+    joined = 0  # elements of small modules in the last group
+    for module, size in sizes.items():
+        if groups and joined + size <= small:
+            groups[-1].append(module)
+            joined += size
+        else:
+            groups.append([module])
+            joined = 0
+    return [(tuple(group), [member for module in group for member in owned[module]]) for group in groups]
+
+
+def _parts(members: Members, cut: int) -> Iterator[tuple[Piece, ...]]:
+    """Parts of at most `cut` elements; small parameters share one, a large one is divided evenly."""
+    waiting: list[Piece] = []
+    for name, parameter in members:
+        n = parameter.numel()
+        if cut and sum(map(len, waiting)) + n > cut and waiting:
+            yield tuple(waiting)
+            waiting = []
+        if cut and n > cut:
+            pieces = -(-n // cut)
+            bounds = [n * i // pieces for i in range(pieces + 1)]
+            for begin, end in pairwise(bounds):
+                yield (Piece(name, begin, end),)
+        else:
+            waiting.append(Piece(name, 0, n))
+    if waiting:
+        yield tuple(waiting)
+
+
+def flat(parameter: Tensor) -> Tensor:
+    """A parameter's elements as one row that writes through."""
+    data = parameter.detach()
+    if not data.is_contiguous():
+        raise ValueError("parameters must be contiguous in memory to be kept in step with a server")
+    return data.view(-1)
+
+
+# Bytes that a part should take at the most on the wire.
+PART_BYTES = 1 << 18
+# Each element's update depends on that element alone: a parameter may be updated in parts.
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD")
+
+
+def cut_for(optimizer: torch.optim.Optimizer, codec: Codec | None, wanted: int | None = None) -> int:
+    """Elements of a part: as wanted, or so that it takes about PART_BYTES; 0: this optimizer must not be cut."""
+    if not _cuts(optimizer):
+        return 0
+    if wanted is not None:
+        return wanted
+    if codec is None:
+        return PART_BYTES // 4
+    n = 1 << 20
+    bytes_each = codec.frame_bound([n], codec.expected_counts([n])) / n
+    return min(MOST_ELEMENTS // 4, max(1 << 15, int(PART_BYTES / bytes_each)))
+
+
+def _cuts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether parameters may be cut for this optimizer, or must be updated whole."""
+    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ELEMENTWISE
+    return known and not optimizer.state  # a state is of whole parameters
+
+
+class Buffers:
+    """The buffers of a model that a checkpoint of it would hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kept = set(model.state_dict(keep_vars=True))
+        self._tensors = {name: b for name, b in model.named_buffers() if name in kept and b.numel()}
+        if self.size > LARGEST - 1024:
+            raise ValueError(f"the model's buffers take {self.size} bytes, more than fits in a message")
+
+    def __bool__(self) -> bool:
+        return bool(self._tensors)
+
+    @property
+    def shapes(self) -> Shapes:
+        return [(name, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    @property
+    def size(self) -> int:
+        """Bytes that they take in a message."""
+        return sum(tensor.numel() * _travels_as(tensor).itemsize for tensor in self._tensors.values())
+
+    def body(self) -> bytes:
+        """All of them, one after the other: float32 or int64."""
+        rows = (t.detach().to("cpu", _travels_as(t)).contiguous() for t in self._tensors.values())
+        return b"".join(row.numpy().tobytes() for row in rows)
+
+    def take(self, body: Buffer) -> None:
+        """Write what came; MessageError if it is not of this model or not finite, and then nothing is written."""
+        if len(body) != self.size:
+            raise MessageError(f"the model's buffers take {self.size} bytes, not {len(body)}")
+        found, data, at = [], bytearray(body), 0
+        for tensor in self._tensors.values():
+            kind = _travels_as(tensor)
+            row = torch.frombuffer(data, dtype=kind, count=tensor.numel(), offset=at)
+            at += tensor.numel() * kind.itemsize
+            if not row.isfinite().all():
+                raise MessageError("the model's buffers are not finite")
+            found.append(row)
+        for tensor, row in zip(self._tensors.values(), found, strict=True):
+            tensor.detach().copy_(row.view(tensor.shape))
+
+
+def _travels_as(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.is_floating_point() else torch.int64
+
+
+def frozen_digests(model: nn.Module) -> dict[str, str]:
+    """Of every frozen parameter: its type and a digest of its values."""
+    return {name: _digest(p) for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def _digest(tensor: Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return f"{tensor.dtype} {hashlib.sha256(raw).hexdigest()[:32]}"
+
+
+def frozen_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
+    """The first frozen parameter whose values differ, in words; values of different types are not compared."""
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if name not in ours or name not in theirs:
+            return f"{name} is frozen on one side only"
+        mine, other = ours[name].split(" "), theirs[name].split(" ")
+        if mine[0] == other[0] and mine != other:
+            return f"the frozen parameter {name} has other values: load the same weights on both sides"
+    return None

@@ -1,0 +1,365 @@
+"""The event log: what happened in one training run, as JSON lines; all reports are made from it.
+
+Every record is one line, written when it happens: a run that dies leaves everything up to its last step.
+The schema is described in docs/events.md.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+from thinwire.errors import LogError
+from thinwire.link.diagnosis import Diagnosis
+
+PHASES = ("compute", "compress", "exchange", "apply")
+REASONS = ("target", "max_steps", "interrupted", "failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The first record: what was run, how and where."""
+
+    event: ClassVar[str] = "run"
+    command: str
+    recipe: str
+    method: str
+    workers: int
+    batch: int  # samples per worker and step
+    parameters: int
+    seed: int = 0
+    rate: str = "none"  # of each host's link: "100mbit", or "none" where nothing is shaped
+    # With a parameter server: the transport to it ("udp-ignore": with that policy), and the share of lost packets.
+    transport: str = ""
+    packet_loss: float = 0.0
+    metric: str = "accuracy"
+    target: float = math.nan
+    version: str = ""
+    machine: str = ""
+    date: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of one rank; the four phases are seconds, `step` counts from 1."""
+
+    event: ClassVar[str] = "step"
+    step: int
+    epoch: float  # passes of the data done after this step
+    wall: float  # seconds of training since its start, evaluation left out
+    compute: float
+    compress: float
+    exchange: float
+    apply: float
+    bytes_sent: int
+    bytes_received: int
+    loss: float
+    density: float = 1.0  # share of the gradient's entries that travelled
+    residual_norm: float = 0.0
+    rank: int = 0
+    # With a parameter server: two parts of `exchange`, and by layer what was waited for and how stale it was.
+    synchronise: float = 0.0
+    aggregate: float = 0.0
+    # Over udp: datagrams sent, those reported lost, and the sum of magnitudes that returned to the memory for them.
+    datagrams: int = 0
+    datagrams_lost: int = 0
+    restored: float = 0.0
+    waits: list[float] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took."""
+        return self.compute + self.compress + self.exchange + self.apply
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """The metric at a step, on the training or the test split."""
+
+    event: ClassVar[str] = "eval"
+    step: int
+    epoch: float
+    wall: float
+    split: str
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """How many entries of a layer's gradient have a magnitude from edges[i] to edges[i + 1]: counts[i]."""
+
+    event: ClassVar[str] = "histogram"
+    step: int
+    layer: str
+    edges: list[float]
+    counts: list[int]
+    zeros: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """The run went on from a checkpoint after `step`: later records before this one are void."""
+
+    event: ClassVar[str] = "resume"
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The last record: why the run ended, and its totals (bytes of the ranks that wrote steps here)."""
+
+    event: ClassVar[str] = "end"
+    reason: str
+    steps: int
+    wall: float
+    bytes_sent: int
+    bytes_received: int
+
+
+Event = Run | Step | Eval | Histogram | Diagnosis | Resume | End
+
+
+_log = logging.getLogger("thinwire")
+
+__all__ = [
+    "PHASES",
+    "REASONS",
+    "Diagnosis",
+    "End",
+    "Eval",
+    "Event",
+    "EventLog",
+    "Histogram",
+    "Resume",
+    "Run",
+    "RunLog",
+    "Step",
+    "from_line",
+    "read_log",
+    "to_line",
+]
+
+_KINDS: dict[str, type[Event]] = {kind.event: kind for kind in (Run, Step, Eval, Histogram, Diagnosis, Resume, End)}
+
+
+@dataclass
+class RunLog:
+    """One run, read back."""
+
+    run: Run
+    steps: list[Step] = field(default_factory=list)
+    evals: list[Eval] = field(default_factory=list)
+    histograms: list[Histogram] = field(default_factory=list)
+    diagnoses: list[Diagnosis] = field(default_factory=list)
+    end: End | None = None
+    path: Path | None = None
+
+    def add(self, event: Event) -> None:
+        """Take in one more event of this run."""
+        if isinstance(event, Step):
+            self.steps.append(event)
+        elif isinstance(event, Eval):
+            self.evals.append(event)
+        elif isinstance(event, Histogram):
+            self.histograms.append(event)
+        elif isinstance(event, Diagnosis):
+            self.diagnoses.append(event)
+        elif isinstance(event, End):
+            self.end = event
+        elif isinstance(event, Resume):
+            self.end = None
+            self.steps = [e for e in self.steps if e.step <= event.step]
+            self.evals = [e for e in self.evals if e.step <= event.step]
+            self.histograms = [e for e in self.histograms if e.step <= event.step]
+            self.diagnoses = [e for e in self.diagnoses if e.step <= event.step]
+
+    def totals(self, reason: str) -> End:
+        """The end record that these steps amount to."""
+        return End(
+            reason=reason,
+            steps=max((step.step for step in self.steps), default=0),
+            wall=max((step.wall for step in self.steps), default=0.0),
+            bytes_sent=sum(step.bytes_sent for step in self.steps),
+            bytes_received=sum(step.bytes_received for step in self.steps),
+        )
+
+
+class EventLog:
+    """Writes a log; use it as a context manager, `write` events as they happen and `end` it.
+
+    An existing file is never overwritten: `resume_at` appends to it from that step on, else it is an error.
+    With `keep=False` steps go to the file alone: a long run of many workers has more of them than fit in memory.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        run: Run,
+        *,
+        resume_at: int | None = None,
+        mirrors: Sequence[Callable[[Event], None]] = (),
+        keep: bool = True,
+    ) -> None:
+        path = Path(path)
+        self.path, self._mirrors, self._failed = path, tuple(mirrors), False
+        self._sums: End | None = None
+        exists = path.exists() and path.stat().st_size > 0
+        if exists and resume_at is None:
+            raise LogError(f"the log {path} exists already: remove it or choose another name.")
+        self.log = read_log(path) if exists else RunLog(run, path=path)
+        if exists:
+            _drop_torn_line(path)
+        first = Resume(step=resume_at) if exists and resume_at is not None else run
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+            self._file.write(to_line(first) + "\n")
+        except OSError as error:
+            raise LogError(f"cannot write the log {path} ({error.strerror}): choose another place.") from error
+        self._note(first)
+        if not keep:
+            self._sums = self.log.totals("interrupted")
+            self.log.steps.clear()
+
+    def write(self, event: Event) -> None:
+        """Append one event and hand it to the mirrors. A disk that is full later is reported once: training goes on."""
+        try:
+            self._file.write(to_line(event) + "\n")
+        except OSError as error:
+            if not self._failed:
+                _log.warning("cannot write the log %s (%s): training goes on, not all of it told", self.path, error)
+            self._failed = True
+        self._note(event)
+
+    def _note(self, event: Event) -> None:
+        if self._sums is not None and isinstance(event, Step):
+            self._sums = _with_step(self._sums, event)
+        else:
+            self.log.add(event)
+        for mirror in self._mirrors:
+            mirror(event)
+
+    def end(self, reason: str) -> End:
+        """Write the last record: `target`, `max_steps`, `interrupted` or `failed`."""
+        if reason not in REASONS:
+            raise ValueError(f"the reason of an end must be one of {', '.join(REASONS)}, not {reason!r}.")
+        end = self.log.totals(reason) if self._sums is None else replace(self._sums, reason=reason)
+        self.write(end)
+        return end
+
+    def __enter__(self) -> "EventLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self.log.end is None:
+            self.end("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; mirrors that hold something back write it now."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        for mirror in self._mirrors:
+            if callable(close := getattr(mirror, "close", None)):
+                close()
+
+
+def _with_step(sums: End, step: Step) -> End:
+    return replace(
+        sums,
+        steps=max(sums.steps, step.step),
+        wall=max(sums.wall, step.wall),
+        bytes_sent=sums.bytes_sent + step.bytes_sent,
+        bytes_received=sums.bytes_received + step.bytes_received,
+    )
+
+
+def to_line(event: Event) -> str:
+    """One record as a line of JSON, without its end."""
+    values = {name: _to_json(value) for name, value in asdict(event).items()}
+    return json.dumps({"event": event.event, **values})
+
+
+def read_log(path: Path) -> RunLog:
+    """Read a log; a torn last line is left out, anything else that is wrong is an error with its line."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise LogError(f"cannot read the log {path}: {error.strerror}.") from error
+    lines = text.split("\n")
+    log: RunLog | None = None
+    for number, line in enumerate(lines, start=1):
+        torn = number == len(lines)  # every complete line ends with a newline
+        if torn and not line:
+            break
+        try:
+            event = from_line(line)
+        except ValueError as error:
+            if torn and log is not None:
+                break
+            raise LogError(f"{path}, line {number}: {error}; is this an event log of thinwire?") from error
+        if log is None:
+            if not isinstance(event, Run):
+                raise LogError(f"{path}, line {number}: a log begins with a run record, not {event.event!r}.")
+            log = RunLog(event, path=path)
+        else:
+            log.add(event)
+    if log is None:
+        raise LogError(f"the log {path} is empty: the run wrote nothing.")
+    return log
+
+
+def from_line(line: str) -> Event:
+    """One line as its record; unknown keys are left out, so that older readers read newer logs."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg})") from error
+    kind = _KINDS.get(record.get("event", "")) if isinstance(record, dict) else None
+    if kind is None:
+        raise ValueError("not a record of a known event")
+    values = {}
+    for item in fields(kind):
+        if item.name in record:
+            values[item.name] = _checked(record[item.name], str(item.type), f"{kind.event}.{item.name}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"incomplete {kind.event} record ({error})") from error
+
+
+def _checked(value: Any, kind: str, name: str) -> Any:
+    kind = {"<class 'int'>": "int", "<class 'float'>": "float", "<class 'str'>": "str"}.get(kind, kind)
+    if kind.startswith("list"):
+        if not isinstance(value, list):
+            raise ValueError(f"{name} is not a list")
+        return [_checked(item, kind[5:-1], name) for item in value]
+    if kind == "float":
+        if value is None:
+            return math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif type(value).__name__ == kind:
+        return value
+    raise ValueError(f"{name} is {value!r}, not of type {kind}")
+
+
+def _to_json(value: Any) -> Any:
+    # NaN is no JSON: a diverged loss is written as null and read back as NaN.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_torn_line(path: Path) -> None:
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)

@@ -1,0 +1,113 @@
+"""What works here, and why not: every ability that a lab needs is tried, not guessed."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.errors import LabError
+from thinwire.tools.lab import shaping
+from thinwire.tools.lab.namespaces import SWITCH, Namespaces
+from thinwire.tools.lab.registry import RunFile
+
+
+@dataclass(frozen=True)
+class Ability:
+    """One thing a lab needs (`required`) or can use, whether it works here, and what to do if not."""
+
+    name: str
+    works: bool
+    detail: str
+    required: bool = True
+
+
+def check() -> list[Ability]:
+    """Try everything in a lab of one host and return what was found."""
+    if not sys.platform.startswith("linux"):  # rights and settings, as in _why_not, would not help
+        return [Ability("namespaces", False, f"a lab needs Linux; this is {sys.platform}")]
+    run_file = RunFile({"h0": shaping.address(0)})
+    try:
+        spaces = Namespaces(run_file)
+    except LabError as error:
+        return [Ability("namespaces", False, _why_not(str(error)))]
+    finally:
+        run_file.remove()
+    try:
+        return [Ability("namespaces", True, f"as {spaces.mode}"), *_abilities(spaces)]
+    finally:
+        spaces.close()
+
+
+def ready(abilities: list[Ability]) -> bool:
+    """Return whether a lab with a rate can be built."""
+    return all(ability.works for ability in abilities if ability.required)
+
+
+def _why_not(complaint: str) -> str:
+    if os.geteuid() == 0:
+        return f"{complaint}; root here lacks CAP_SYS_ADMIN: give the container that capability"
+    for name, bad in (
+        ("user/max_user_namespaces", "0"),
+        ("kernel/unprivileged_userns_clone", "0"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "1"),
+    ):
+        path = Path("/proc/sys") / name
+        if path.exists() and path.read_text().strip() == bad:
+            return f"{complaint}; {name.replace('/', '.')} is {bad}: change it with sysctl, or run as root"
+    return f"{complaint}; run as root"
+
+
+def _abilities(spaces: Namespaces) -> list[Ability]:
+    def boot() -> str:
+        spaces.boot(1)
+        return "own processes, mounts, host name"
+
+    def tool(argv: list[str], *lines: str) -> Callable[[], str]:
+        def attempt() -> str:
+            spaces.batch(SWITCH, argv, list(lines))
+            return argv[0]
+
+        return attempt
+
+    def offloads() -> str:
+        spaces.ask("configure", where=SWITCH, devices=["h0"], settings={})
+        return "segmentation off"
+
+    def settings() -> str:
+        refused = spaces.ask("configure", where=SWITCH, devices=[], settings=shaping.settings())["refused"]
+        if refused:
+            raise LabError(f"refused: {', '.join(refused)}")
+        control = spaces.ask("read", where=SWITCH, path="/proc/sys/net/ipv4/tcp_congestion_control")["text"]
+        return f"no IPv6 chatter; TCP congestion control as the machine's: {control.strip()}"
+
+    def cable() -> str:
+        peer = {0: str(spaces.ask("peer", host=0)["path"])}
+        spaces.batch(SWITCH, ["ip", "-batch", "-"], shaping.switch_lines(peer))
+        spaces.batch(SWITCH, ["bridge", "-batch", "-"], shaping.forwarding_lines(1))
+        return "veth and bridge (iproute2)"
+
+    rate = shaping.queue_lines("h0", 10**7)
+    delayed = shaping.queue_lines("h0", 10**7, delay=0.001)
+    rules = shaping.loss_rules({0: 0.01}).splitlines()
+    return [
+        _attempt("hosts", boot, "the kernel must have process, mount and host name namespaces"),
+        _attempt("cables", cable, "install iproute2"),
+        _attempt("offloads", offloads, "the kernel must let a veth turn its offloads off"),
+        _attempt("rate (tbf)", tool(["tc", "-batch", "-"], *rate), "install iproute2; the kernel must have tbf"),
+        _attempt("loss (nftables)", tool(["nft", "-f", "-"], *rules), "install nftables", required=False),
+        _attempt(
+            "delay (netem)",
+            tool(["tc", "-batch", "-"], *delayed),
+            "the kernel must have netem",
+            required=False,
+        ),
+        _attempt("settings", settings, "results may differ a little between machines", required=False),
+    ]
+
+
+def _attempt(name: str, action: Callable[[], str], remedy: str, *, required: bool = True) -> Ability:
+    try:
+        return Ability(name, True, action(), required)
+    except LabError as error:
+        return Ability(name, False, f"{error}; {remedy}", required)

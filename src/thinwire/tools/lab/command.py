@@ -1,0 +1,189 @@
+"""The command `thinwire lab`: run anything on emulated hosts, or check what works here, or clean up."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.tools.lab import check, registry
+from thinwire.tools.lab.lab import Lab
+from thinwire.tools.lab.launching import RunResult
+
+
+def lab_command(
+    command: Annotated[list[str] | None, typer.Argument(help="The command, after --.", show_default=False)] = None,
+    hosts: Annotated[int, typer.Option(help="How many emulated hosts.")] = 2,
+    rate: Annotated[str | None, typer.Option(help="Rate of every link in tc's notation: 100mbit, 1gbit.")] = None,
+    asymmetric: Annotated[str | None, typer.Option(help="Rates UP/DOWN in place of --rate: 20mbit/100mbit.")] = None,
+    host_rate: Annotated[list[str] | None, typer.Option(help="One host's own rate: 3=50mbit; repeatable.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Packets lost between any two hosts: 1%.")] = None,
+    delay: Annotated[str | None, typer.Option(help="One-way delay, where the kernel has netem: 5ms.")] = None,
+    per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
+    torchrun: Annotated[bool, typer.Option("--torchrun", help="Start torchrun on every host.")] = False,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Stop after so many seconds (exit 124).")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write time and traffic per host.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No summary on stderr.")] = False,
+    check_only: Annotated[bool, typer.Option("--check", help="Say what works here and why not.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed labs left.")] = False,
+) -> int:
+    """Run a command on emulated hosts: thinwire lab --hosts 4 --rate 100mbit -- python train.py."""
+    if json_file is not None and (json_file.is_dir() or not os.access(json_file.absolute().parent, os.W_OK)):
+        raise ValueError(f"--json {json_file} cannot be written: it is a directory, or its folder cannot be written")
+    if check_only or clean:
+        if command or (check_only and clean):
+            raise ValueError("--check and --clean stand alone: give no command and only one of them")
+        return _check(json_file) if check_only else _clean()
+    if asymmetric is not None and (rate is not None or "/" not in asymmetric):
+        raise ValueError("--asymmetric takes UP/DOWN, such as 20mbit/100mbit, and replaces --rate")
+    lab = Lab(
+        hosts,
+        rate=asymmetric or rate,
+        loss=loss,
+        delay=delay,
+        host_rates=dict(map(_host_rate, host_rate or [])),
+    )
+    words = _runnable(command)
+    if torchrun:
+        words, ranks = _torchrun(words, lab, per_host), 1
+    else:
+        ranks = per_host
+    result, up = _run(lab, words, ranks, timeout)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_figures(lab, command or [], result, up), indent=1) + "\n")
+    if not quiet:
+        _summary(result, up)
+    if result.failure:
+        print(f"thinwire lab: {result.failure}.", file=sys.stderr)
+    return result.exit_code
+
+
+def _run(lab: Lab, words: list[str], ranks: int, timeout: float | None) -> tuple[RunResult, float]:
+    def show(host: int, line: str) -> None:
+        encoding = sys.stdout.encoding or "utf-8"
+        try:  # a sign that our output cannot show must not end the run
+            print(f"[h{host}] {line}".encode(encoding, "replace").decode(encoding), flush=True)
+        except BrokenPipeError:  # the reader of our output is gone, as after `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
+
+    began = time.monotonic()
+    with _ending_on_terminate(), lab:
+        up = time.monotonic() - began
+        return lab.run(words, per_host=ranks, timeout=timeout, output=show), up
+
+
+@contextlib.contextmanager
+def _ending_on_terminate() -> Iterator[None]:
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _runnable(command: list[str] | None) -> list[str]:
+    if not command:
+        raise ValueError("there is no command; write it after --: thinwire lab --hosts 4 -- python train.py")
+    if not command[0].endswith(".py") and shutil.which(command[0]) is None:
+        raise ValueError(f"the command '{command[0]}' is not found")
+    return command
+
+
+def _host_rate(text: str) -> tuple[int, str]:
+    match = re.fullmatch(r"(\d+)=(.+)", text)
+    if not match:
+        raise ValueError(f"--host-rate takes HOST=RATE, such as 3=50mbit, not '{text}'")
+    return int(match[1]), match[2]
+
+
+def _torchrun(command: list[str], lab: Lab, per_host: int) -> list[str]:
+    """Return torchrun's command line; a leading `python` names the interpreter to use."""
+    first, *rest = command
+    if os.path.basename(first).startswith("python"):
+        python, script = first, rest
+    else:
+        python, script = sys.executable, command if first.endswith(".py") else ["--no-python", *command]
+    words = [python, "-m", "torch.distributed.run", f"--nnodes={lab.hosts}", f"--nproc-per-node={per_host}"]
+    return [
+        *words,
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={lab.address(0)}:29400",
+        "--rdzv-id=lab",
+        *script,
+    ]
+
+
+def _figures(lab: Lab, command: list[str], result: RunResult, up: float) -> dict[str, Any]:
+    return {
+        "command": command,
+        "hosts": lab.hosts,
+        "rate": str(lab.rate),
+        "loss": lab.loss,
+        "delay_seconds": lab.delay,
+        "exit_code": result.exit_code,
+        "failure": result.failure,
+        "setup_seconds": up,
+        "wall_seconds": result.wall,
+        "per_host": [
+            {
+                "host": each.host,
+                "rate": str(lab.rates[each.host]),
+                "exit_code": each.code,
+                "wall_seconds": each.wall,
+                "cpu_seconds": each.cpu,
+                **asdict(each.traffic),
+            }
+            for each in result.hosts
+        ],
+    }
+
+
+def _summary(result: RunResult, up: float) -> None:
+    table = Table("host", "exit", "wall s", "cpu s", "sent MB", "received MB", "packets sent", "received")
+    for each in result.hosts:
+        figures = [f"{each.wall:.2f}", f"{each.cpu:.2f}"]
+        figures += [f"{count / 1e6:.3f}" for count in (each.traffic.sent_bytes, each.traffic.received_bytes)]
+        figures += [str(each.traffic.sent_packets), str(each.traffic.received_packets)]
+        table.add_row(f"h{each.host}", str(each.code), *figures)
+    console = Console(stderr=True)
+    console.print(table)
+    console.print(f"{len(result.hosts)} hosts, up in {up:.2f} s, ran {result.wall:.2f} s", highlight=False)
+
+
+def _check(json_file: Path | None) -> int:
+    abilities = check.check()
+    table = Table("what", "works", "how, or why not")
+    for ability in abilities:
+        state = "yes" if ability.works else "NO" if ability.required else "no (optional)"
+        table.add_row(ability.name, state, ability.detail)
+    ready = check.ready(abilities)
+    Console().print(table)
+    print("A lab with a rate can be built here." if ready else "A lab cannot be built here.")
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(ability) for ability in abilities], indent=1) + "\n")
+    return 0 if ready else 1
+
+
+def _clean() -> int:
+    removed = registry.clean()
+    for name in removed:
+        print(f"removed {name}")
+    living = registry.living()
+    kept = f"; still running: {', '.join(living)}" if living else ""
+    print(f"{len(removed)} dead labs removed{kept}.")
+    return 0

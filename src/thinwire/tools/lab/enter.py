@@ -1,0 +1,114 @@
+"""Starts a command inside a host and stands for it outside: signals go in, its exit status comes out.
+
+Run by path, with the standard library only: `enter.py INIT_PID CORES COMMAND...`.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from thinwire.tools.lab import kernel
+else:
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import kernel
+
+
+_FORWARDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+)
+# Joining a user namespace gives the rights to join the others, so it comes first.
+_NAMESPACES = (
+    ("user", kernel.CLONE_NEWUSER),
+    ("net", kernel.CLONE_NEWNET),
+    ("ipc", kernel.CLONE_NEWIPC),
+    ("uts", kernel.CLONE_NEWUTS),
+    ("pid", kernel.CLONE_NEWPID),
+    ("mnt", kernel.CLONE_NEWNS),
+)
+
+
+def join(pid: int) -> bool:
+    """Enter all namespaces of a host's init; return whether a user namespace was among them."""
+    handles = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in _NAMESPACES]
+    own = os.stat("/proc/self/ns/user").st_ino
+    foreign = os.fstat(handles[0][0]).st_ino != own
+    for handle, kind in handles if foreign else handles[1:]:
+        kernel.setns(handle, kind)
+    for handle, _ in handles:
+        os.close(handle)
+    return foreign
+
+
+def become(command: list[str], user: tuple[int, int] | None) -> NoReturn:
+    """Turn this process, the child inside the host, into the command."""
+    kernel.die_with_parent(signal.SIGKILL)
+    os.setpgid(0, 0)
+    try:
+        if user:  # the command runs as the user who started the lab, not as the namespace's root
+            kernel.unshare(kernel.CLONE_NEWUSER)
+            kernel.map_ids(*user, 0, 0)
+        for number in (signal.SIGINT, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"thinwire lab: cannot run '{command[0]}': {error.strerror}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(126 if isinstance(error, PermissionError) else 127)
+
+
+def stand_for(child: int) -> NoReturn:
+    """Pass signals on to the command's process group; end as the command ended."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, number)
+
+    with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+        os.setpgid(child, child)
+    for number in _FORWARDED:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):  # a reader of the command's output must see its end when the command ends
+        os.dup2(devnull, descriptor)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def main(pid: int, cores: str, command: list[str]) -> NoReturn:
+    """Join the host, fork into it, and stand for the child."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    here, uid, gid = os.getcwd(), os.geteuid(), os.getegid()
+    try:
+        mapped = join(pid)
+        os.chdir(here)  # joining a mount namespace moved us to its root
+        child = os.fork()
+    except OSError as error:
+        print(f"thinwire lab: cannot enter the host: {error.strerror}", file=sys.stderr)
+        sys.exit(125)
+    if child == 0:
+        become(command, (uid, gid) if mapped else None)
+    stand_for(child)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,216 @@
+"""The process that a lab's namespaces live and die with: init of the lab's process namespace.
+
+It serves its owner's requests over a socket and ends with its owner; then the kernel kills every process of
+every emulated host, and namespaces that no name pins vanish with them. Run by path, standard library only.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from thinwire.tools.lab import kernel
+else:
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import kernel
+
+
+def isolate() -> str:
+    """Unshare as root where allowed, else through a user namespace; return which one it was."""
+    wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):
+            kernel.unshare(wanted)
+            return "root"
+    uid, gid = os.geteuid(), os.getegid()
+    kernel.unshare(kernel.CLONE_NEWUSER | wanted)
+    kernel.map_ids(0, 0, uid, gid)
+    return "user namespace"
+
+
+class Holder:
+    """Answers one request after the other; `where` is a host's number, or -1 for the switch."""
+
+    def __init__(self, hosts_file: str) -> None:
+        self._hosts_file = hosts_file
+        self._nets: dict[int, int] = {-1: os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)}
+        self._inits: dict[int, int] = {}
+
+    def boot(self, hosts: int) -> dict[str, Any]:
+        """Create the network namespaces of all hosts and start their init processes."""
+        for host in range(hosts):
+            kernel.unshare(kernel.CLONE_NEWNET)
+            self._nets[host] = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        return {"inits": [self._start_init(host) for host in range(hosts)]}
+
+    def reboot(self, host: int) -> dict[str, Any]:
+        """Kill every process of a host and start its init again; the host's link stays as it is."""
+        pid = self._inits.pop(host)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it may have been killed before
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return {"init": self._start_init(host)}
+
+    def run(self, where: int, argv: list[str], text: str) -> dict[str, Any]:
+        """Run an administration command (ip, tc, nft, bridge) inside a namespace."""
+        kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
+        try:
+            done = subprocess.run(argv, input=text, capture_output=True, text=True, pass_fds=tuple(self._nets.values()))
+        except FileNotFoundError:
+            return {"code": 127, "errors": f"the program '{argv[0]}' is not installed"}
+        return {"code": done.returncode, "output": done.stdout, "errors": done.stderr.strip()}
+
+    def peer(self, host: int) -> dict[str, Any]:
+        """Return the path under which administration commands can name a host's network namespace."""
+        return {"path": f"/proc/self/fd/{self._nets[host]}"}
+
+    def read(self, where: int, path: str) -> dict[str, Any]:
+        """Read a file of /proc as it looks from inside a network namespace."""
+        kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
+        with open(path) as file:
+            return {"text": file.read()}
+
+    def configure(self, where: int, devices: list[str], settings: dict[str, str]) -> dict[str, Any]:
+        """Turn the devices' offloads off and write kernel settings; return the settings that were refused."""
+        kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
+        for device in devices:
+            kernel.offloads_off(device)
+        refused = []
+        for path, value in settings.items():
+            try:
+                with open(path, "w") as file:
+                    file.write(value)
+            except FileNotFoundError:
+                continue  # a kernel without a part need not have it turned off
+            except OSError as error:
+                refused.append(f"{path}: {error.strerror}")
+        return {"refused": refused}
+
+    def _start_init(self, host: int) -> int:
+        reader, writer = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            try:
+                os.close(reader)
+                kernel.setns(self._nets[host], kernel.CLONE_NEWNET)
+                flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC
+                kernel.unshare(flags)
+                pid = os.fork()
+                if pid == 0:
+                    host_init(host, self._hosts_file, writer)
+                os.write(writer, f"inner {pid}\n".encode())
+            except OSError as error:
+                os.write(writer, f"failed {error}\n".encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader) as pipe:
+            said = dict(line.rstrip("\n").split(" ", 1) for line in pipe)
+        os.waitpid(middle, 0)
+        if "failed" in said:
+            raise OSError(0, said["failed"])
+        self._inits[host] = int(said["inner"])
+        return int(said["outer"])
+
+
+def host_init(host: int, hosts_file: str, writer: int) -> NoReturn:
+    """Be process 1 of an emulated host: give it a name and private mounts, then adopt and reap orphans."""
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        outer = os.readlink("/proc/self")  # still the outer /proc: the number that the owner knows us by
+        kernel.allow_joining()
+        socket.sethostname(f"h{host}")
+        kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_SLAVE)
+        # Each is a nicety that a container may forbid; a host without it still works.
+        for source, target, kind, flags in (
+            ("proc", "/proc", "proc", 0),
+            ("tmpfs", "/dev/shm", "tmpfs", 0),
+            (hosts_file, "/etc/hosts", "none", kernel.MS_BIND),
+        ):
+            with contextlib.suppress(OSError):
+                kernel.mount(source, target, kind, flags)
+        os.write(writer, f"outer {outer}\n".encode())
+    except OSError as error:
+        os.write(writer, f"failed {error}\n".encode())
+        os._exit(1)
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+    while True:
+        signal.sigwait({signal.SIGCHLD})
+        reap()
+
+
+def reap() -> None:
+    """Collect orphans that ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def serve(control: socket.socket, owner: int, mode: str, hosts_file: str) -> None:
+    """Answer requests until the owner closes the socket or ends."""
+    holder = Holder(hosts_file)
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    poller.register(owner, select.POLLIN)
+    stream = control.makefile("rw")
+    answer: dict[str, Any] = {"mode": mode}
+    while True:
+        stream.write(json.dumps(answer) + "\n")
+        stream.flush()
+        while not (ready := poller.poll(1000)):
+            reap()
+        if any(descriptor == owner for descriptor, _ in ready):
+            return
+        line = stream.readline()
+        if not line:
+            return
+        request = json.loads(line)
+        try:
+            answer = getattr(holder, request.pop("op"))(**request)
+        except OSError as error:
+            answer = {"failed": error.strerror or str(error)}
+
+
+def forget(*paths: str) -> None:
+    """Remove the lab's files, which its owner may no longer be alive to do."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: str) -> None:
+    """Split into the process that the owner waits for and the init that holds the lab."""
+    os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:  # killed while we were starting
+        return forget(hosts_file, *leftovers)
+    try:
+        mode = isolate()
+    except OSError as error:
+        control.sendall((json.dumps({"failed": error.strerror}) + "\n").encode())
+        return None
+    init = os.fork()
+    if init:
+        control.close()
+        os.waitpid(init, 0)
+        return None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    kernel.die_with_parent(signal.SIGKILL)
+    try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            serve(control, owner, mode, hosts_file)
+    finally:
+        forget(hosts_file, *leftovers)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), *sys.argv[3:])

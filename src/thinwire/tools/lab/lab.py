@@ -1,0 +1,268 @@
+"""The Lab: N emulated hosts, each with an address and a shaped link, joined by a switch.
+
+A context manager; while it is open its links can be cut, slowed and made lossy, and its hosts killed.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from thinwire.errors import LabError
+from thinwire.tools.lab import shaping
+from thinwire.tools.lab.counters import Traffic, parse_counters
+from thinwire.tools.lab.launching import PIPED, Launch, RunResult
+from thinwire.tools.lab.namespaces import SWITCH, Namespaces
+from thinwire.tools.lab.registry import RunFile
+from thinwire.tools.lab.units import Rates, parse_delay, parse_loss, parse_rates
+
+MOST_HOSTS = 250
+INTERFACE = "eth0"
+
+
+class Lab:
+    """Emulated hosts on this machine: `with Lab(4, rate="100mbit") as lab: lab.run(["python", "train.py"])`.
+
+    Args:
+        hosts: how many hosts, 1 to 250.
+        rate: of every host's link in tc's notation: `100mbit`, or `20mbit/100mbit` up/down; None is unshaped.
+        loss: share of packets lost between any two hosts: `"1%"` or 0.01.
+        delay: one-way delay between any two hosts: `"5ms"` or seconds; needs a kernel with netem.
+        host_rates: rates of single hosts that differ from `rate`.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        *,
+        rate: str | int | Rates | None = None,
+        loss: str | float | None = None,
+        delay: str | float | None = None,
+        host_rates: Mapping[int, str | int | Rates | None] | None = None,
+    ) -> None:
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise ValueError(f"a lab has 1 to {MOST_HOSTS} hosts, not {hosts}")
+        self.hosts = hosts
+        self.rate = parse_rates(rate)
+        self.rates = [self.rate] * hosts
+        for host, other in (host_rates or {}).items():
+            self.rates[self._checked(host)] = parse_rates(other)
+        self.loss = parse_loss(loss)
+        self._losses = [self.loss] * hosts
+        self._netem_loss = False
+        self.delay = parse_delay(delay)
+        self._runs = 0
+        self._started: list[subprocess.Popen[Any]] = []
+        self._namespaces: Namespaces | None = None
+        self._run_file: RunFile | None = None
+        self._owner = os.getpid()
+
+    def __enter__(self) -> "Lab":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Build the network; the context manager does this."""
+        if self._namespaces is not None:
+            raise LabError("the lab is already running")
+        self._run_file = RunFile({f"h{host}": self.address(host) for host in range(self.hosts)})
+        try:
+            self._namespaces = Namespaces(self._run_file)
+            self._build(self._namespaces)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill every process of every host and remove the network; safe to call twice."""
+        if os.getpid() != self._owner:
+            return  # a forked child must not take its parent's lab down
+        if self._namespaces is not None:
+            self._namespaces.close()
+            self._namespaces = None
+        if self._run_file is not None:
+            self._run_file.remove()
+        for process in self._started:  # all dead by now: this only collects them
+            process.wait()
+        self._started.clear()
+
+    def _build(self, spaces: Namespaces) -> None:
+        spaces.boot(self.hosts)
+        everyone = range(self.hosts)
+        peers = {host: str(spaces.ask("peer", host=host)["path"]) for host in everyone}
+        spaces.batch(SWITCH, ["ip", "-batch", "-"], shaping.switch_lines(peers))
+        spaces.batch(SWITCH, ["bridge", "-batch", "-"], shaping.forwarding_lines(self.hosts))
+        ports = [f"h{host}" for host in everyone]
+        spaces.ask("configure", where=SWITCH, devices=ports, settings=shaping.settings())
+        for host in everyone:
+            spaces.ask("configure", where=host, devices=[INTERFACE], settings=shaping.settings())
+            spaces.batch(host, ["ip", "-batch", "-"], shaping.host_lines(host, self.hosts))
+        if any(self._losses):
+            self._apply_losses()
+        self._shape(list(everyone))
+
+    def _shape(self, hosts: list[int]) -> None:
+        down = [line for host in hosts for line in shaping.queue_lines(f"h{host}", self.rates[host].down)]
+        try:
+            self._spaces.batch(SWITCH, ["tc", "-batch", "-"], down)
+            for host in hosts:
+                loss = self._losses[host] if self._netem_loss else 0.0
+                up = shaping.queue_lines(INTERFACE, self.rates[host].up, delay=self.delay, loss=loss)
+                self._spaces.batch(host, ["tc", "-batch", "-"], up)
+        except LabError as error:
+            if self.delay and "unknown" in str(error):
+                raise LabError("a delay needs netem, which this kernel lacks; leave --delay out") from None
+            raise
+
+    def _apply_losses(self) -> None:
+        rules = shaping.loss_rules(dict(enumerate(self._losses)))
+        try:
+            self._spaces.batch(SWITCH, ["nft", "-f", "-"], rules.splitlines())
+        except LabError as no_nft:
+            self._netem_loss = True
+            try:
+                self._shape(list(range(self.hosts)))
+            except LabError:
+                self._netem_loss = False
+                raise LabError(f"loss needs nftables or netem, and this system offers neither ({no_nft})") from None
+
+    @property
+    def _spaces(self) -> Namespaces:
+        if self._namespaces is None:
+            raise LabError("the lab is not running; use it inside its 'with' block")
+        return self._namespaces
+
+    @property
+    def name(self) -> str:
+        """The lab's name, unique on this machine while it runs."""
+        if self._run_file is None:
+            raise LabError("the lab has no name before it runs")
+        return self._run_file.name
+
+    @property
+    def mode(self) -> str:
+        """How the namespaces were made: `root` or `user namespace`."""
+        return self._spaces.mode
+
+    def _checked(self, host: int) -> int:
+        if not 0 <= host < self.hosts:
+            raise ValueError(f"there is no host {host}; the lab's hosts are 0 to {self.hosts - 1}")
+        return host
+
+    def address(self, host: int) -> str:
+        """Return a host's IPv4 address, which exists inside the lab only."""
+        return shaping.address(self._checked(host))
+
+    def cores(self, host: int) -> list[int]:
+        """Return the host's share of this machine's cores: as many as any other's, apart where possible."""
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) >= self.hosts:
+            share = len(cores) // self.hosts
+            return cores[host * share : (host + 1) * share]
+        # One core each only where every core then has the same number of hosts; else the scheduler is fairer.
+        return [cores[host % len(cores)]] if self.hosts % len(cores) == 0 else cores
+
+    def counters(self) -> list[Traffic]:
+        """Return what each host sent and received since the lab began, as the kernel counted it."""
+        text = self._spaces.ask("read", where=SWITCH, path="/proc/net/dev")["text"]
+        return parse_counters(text, self.hosts)
+
+    def environment(self, host: int) -> dict[str, str]:
+        """Return the variables that every process of a host gets on top of its caller's environment."""
+        lab = {
+            "name": self.name,
+            "host": host,
+            "hosts": self.hosts,
+            "rate": str(self.rates[host]),
+            "loss": self._losses[host],
+            "delay": self.delay,
+        }
+        interface = {f"{user}_SOCKET_IFNAME": INTERFACE for user in ("GLOO", "TP", "NCCL")}
+        return {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "THINWIRE_LAB": json.dumps(lab),
+            **interface,
+        }
+
+    def popen(
+        self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> "subprocess.Popen[Any]":
+        """Start a command on a host; `env` adds to the present environment, `options` go to subprocess.Popen.
+
+        Signals sent to it reach the command's process group; `kill(host)` reaches every process of the host.
+        """
+        argv = self._spaces.command(self._checked(host), self.cores(host), [str(word) for word in argv])
+        options.setdefault("start_new_session", True)  # Ctrl-C is the caller's to pass on
+        variables = {**os.environ, **self.environment(host), **(env or {})}
+        process = subprocess.Popen(argv, env=variables, **options)
+        self._started = [one for one in self._started if one.returncode is None] + [process]
+        return process
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        per_host: int = 1,
+        timeout: float | None = None,
+        output: Callable[[int, str], None] | None = None,
+        grace: float = 5.0,
+    ) -> RunResult:
+        """Run a command on all hosts at once, with the variables of torch.distributed, and wait for its end.
+
+        Args:
+            argv: the command.
+            env: variables added to the present environment.
+            per_host: processes (ranks) on each host.
+            timeout: seconds after which everything is stopped and the exit code is 124.
+            output: called with the host and each line it writes; None keeps the lines in the result only.
+            grace: seconds that the others are given after the first failure.
+        """
+        if per_host < 1:
+            raise ValueError(f"per_host is at least 1, not {per_host}")
+        self._runs += 1
+        # A port of its own for every run: the last run's connections may still be closing.
+        shared = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(29500 + self._runs % 1000)}
+        launch = Launch(timeout=timeout, output=output, grace=grace)
+        before = self.counters()
+        try:
+            for rank in range(self.hosts * per_host):
+                host, local = divmod(rank, per_host)
+                ranks = {"RANK": rank, "WORLD_SIZE": self.hosts * per_host, "LOCAL_RANK": local}
+                ranks |= {"LOCAL_WORLD_SIZE": per_host, "GROUP_RANK": host}
+                variables = {**{key: str(value) for key, value in ranks.items()}, **shared, **(env or {})}
+                launch.add(host, self.popen(host, argv, env=variables, **PIPED))
+            launch.wait()
+        finally:
+            launch.stop()
+        traffic = [after - earlier for after, earlier in zip(self.counters(), before, strict=True)]
+        return launch.result(traffic)
+
+    def kill(self, host: int) -> None:
+        """Kill every process of a host at once, as a power failure would; new ones can be started then."""
+        self._spaces.reboot(self._checked(host))
+
+    def cut(self, host: int) -> None:
+        """Pull the host's cable: packets are lost, connections stay and wait."""
+        self._spaces.batch(SWITCH, ["ip", "-batch", "-"], [f"link set h{self._checked(host)} down"])
+
+    def heal(self, host: int) -> None:
+        """Plug the host's cable in again."""
+        self._spaces.batch(SWITCH, ["ip", "-batch", "-"], [f"link set h{self._checked(host)} up"])
+
+    def set_rate(self, host: int, rate: str | int | Rates | None) -> None:
+        """Change the rate of a host's link, both directions or `UP/DOWN`; None removes the shaping."""
+        self.rates[self._checked(host)] = parse_rates(rate)
+        self._shape([host])
+
+    def set_loss(self, host: int, loss: str | float | None) -> None:
+        """Change the loss of a host's link; a packet suffers the worse of the losses of its two links."""
+        self._losses[self._checked(host)] = parse_loss(loss)
+        self._apply_losses()

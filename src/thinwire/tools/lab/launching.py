@@ -1,0 +1,216 @@
+"""One command on many hosts: start together, show every line with its host, end together.
+
+The first failure decides the exit code; the others get a grace period, then SIGTERM, then SIGKILL.
+"""
+
+import contextlib
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.tools.lab.counters import Traffic
+
+_KEPT_LINES = 2000
+_PATIENCE = 3.0  # seconds between SIGINT, SIGTERM and SIGKILL
+TIMED_OUT = 124
+PIPED = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """What one host's processes did: exit code (negative: the signal), seconds, and its link's traffic."""
+
+    host: int
+    code: int
+    wall: float
+    cpu: float
+    traffic: Traffic
+    lines: tuple[str, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run did; `failure` is one sentence, or None."""
+
+    exit_code: int
+    failure: str | None
+    wall: float
+    hosts: tuple[HostResult, ...]
+    failed: int | None = None  # the host that failed first
+
+
+@dataclass
+class _Job:
+    host: int
+    process: "subprocess.Popen[bytes]"
+    began: float
+    ended: float = 0.0
+    cpu: float = 0.0
+    partial: bytes = b""
+
+    @property
+    def code(self) -> int:
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+class Launch:
+    """The processes of one run."""
+
+    def __init__(self, *, timeout: float | None, output: Callable[[int, str], None] | None, grace: float) -> None:
+        self._timeout = timeout
+        self._output = output
+        self._grace = grace
+        self._began = time.monotonic()
+        self._jobs: list[_Job] = []
+        self._lines: dict[int, deque[str]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._running = 0
+        self._failed: _Job | None = None
+        self._late: list[int] = []
+
+    def add(self, host: int, process: "subprocess.Popen[Any]") -> None:
+        """Take over a process that was just started with the options PIPED."""
+        job = _Job(host, process, time.monotonic())
+        self._jobs.append(job)
+        self._lines.setdefault(host, deque(maxlen=_KEPT_LINES))
+        self._running += 1
+        assert job.process.stdout is not None
+        os.set_blocking(job.process.stdout.fileno(), False)
+        self._selector.register(job.process.stdout, selectors.EVENT_READ, (self._read, job))
+        handle = os.pidfd_open(job.process.pid)
+        self._selector.register(handle, selectors.EVENT_READ, (self._reap, job))
+
+    def wait(self) -> None:
+        """Serve the processes until all have ended, stopping them after a failure, a timeout or Ctrl-C."""
+        end = None if self._timeout is None else self._began + self._timeout
+        try:
+            while self._running:
+                if self._failed is not None:
+                    self._serve_until(time.monotonic() + self._grace)
+                    self.stop()
+                elif end is not None and time.monotonic() >= end:
+                    self._late = sorted({job.host for job in self._jobs if job.process.returncode is None})
+                    self.stop()
+                else:
+                    self._step(end)
+        except KeyboardInterrupt:
+            self._signal(signal.SIGINT)
+            self._serve_until(time.monotonic() + _PATIENCE)
+            raise
+
+    def stop(self) -> None:
+        """End what still runs, gently first, and release everything."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._running:
+                self._signal(number)
+                self._serve_until(time.monotonic() + _PATIENCE)
+        for job in self._jobs:
+            self._read(None, job)  # what a process wrote just before it ended
+            self._emit(job, b"\n" if job.partial else b"")
+            assert job.process.stdout is not None
+            if not job.process.stdout.closed:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(job.process.stdout)
+                job.process.stdout.close()
+
+    def result(self, traffic: list[Traffic]) -> RunResult:
+        """Sum up, once all have ended."""
+        self._selector.close()
+        hosts = []
+        for host, lines in self._lines.items():
+            jobs = [job for job in self._jobs if job.host == host]
+            code = next((job.code for job in jobs if job.code), 0)
+            wall = max(job.ended for job in jobs) - min(job.began for job in jobs)
+            hosts.append(HostResult(host, code, wall, sum(job.cpu for job in jobs), traffic[host], tuple(lines)))
+        wall = max(job.ended for job in self._jobs) - self._began
+        return RunResult(*self._verdict(), wall, tuple(hosts), self.failed)
+
+    @property
+    def failed(self) -> int | None:
+        """The host that failed first."""
+        return self._failed.host if self._failed is not None else None
+
+    def failure(self) -> str | None:
+        """One sentence about the first failure, once all have ended, or None."""
+        return self._verdict()[1]
+
+    def _verdict(self) -> tuple[int, str | None]:
+        if self._late:
+            names = ", ".join(f"h{host}" for host in self._late)
+            return TIMED_OUT, f"the command did not end within {self._timeout:g} s on {names}"
+        if self._failed is None:
+            return 0, None
+        code = self._failed.code
+        if code > 0:
+            return code, f"host h{self._failed.host} failed with exit code {code}"
+        return 128 - code, f"host h{self._failed.host} died: killed by {_signal_name(-code)}"
+
+    def _serve_until(self, end: float) -> None:
+        while self._running and time.monotonic() < end:
+            self._step(end)
+
+    def _step(self, end: float | None) -> None:
+        left = None if end is None else max(0.0, end - time.monotonic())
+        for key, _ in self._selector.select(left):
+            action, job = key.data
+            action(key.fd, job)
+
+    def _read(self, _: int | None, job: _Job) -> None:
+        stream = job.process.stdout
+        assert stream is not None
+        while not stream.closed:
+            try:
+                data = os.read(stream.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(stream)
+                stream.close()
+            self._emit(job, data)
+
+    def _emit(self, job: _Job, data: bytes) -> None:
+        *lines, job.partial = (job.partial + data).split(b"\n")
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\r")
+            self._lines[job.host].append(text)
+            if self._output is not None:
+                self._output(job.host, text)
+
+    def _reap(self, handle: int | None, job: _Job) -> None:
+        assert handle is not None
+        self._selector.unregister(handle)
+        os.close(handle)
+        _, status, usage = os.wait4(job.process.pid, 0)
+        job.process.returncode = os.waitstatus_to_exitcode(status)
+        job.cpu = _seconds(usage)
+        job.ended = time.monotonic()
+        self._running -= 1
+        if job.code != 0 and self._failed is None:
+            self._failed = job
+
+    def _signal(self, number: signal.Signals) -> None:
+        for job in self._jobs:
+            if job.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(job.process.pid, number)
+
+
+def _signal_name(number: int) -> str:
+    """As in signal(7); of the real-time signals Python names only the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"
+
+
+def _seconds(usage: resource.struct_rusage) -> float:
+    return usage.ru_utime + usage.ru_stime

@@ -1,0 +1,112 @@
+"""The owner's side of a lab's holder: start it, ask it, let it go.
+
+Nothing is pinned by a name: the namespaces live as long as the holder, and the holder as long as its owner.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import LabError
+from thinwire.tools.lab.registry import RunFile
+
+_HERE = Path(__file__).parent
+_PYTHON = [
+    sys.executable,
+    "-I",
+    "-S",
+]  # without site and environment: starts in milliseconds, imports nothing foreign
+SWITCH = -1
+
+
+class Namespaces:
+    """The namespaces of one lab, with a process 1 for each host."""
+
+    def __init__(self, run_file: RunFile) -> None:
+        if not sys.platform.startswith("linux"):
+            raise LabError(f"the lab needs Linux's network namespaces; this is {sys.platform}")
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        self._inits: list[int] = []
+        argv = [*_PYTHON, str(_HERE / "holder.py"), str(theirs.fileno()), str(os.getpid())]
+        argv += [str(run_file.hosts_path), str(run_file.path)]
+        with theirs:
+            self._process = subprocess.Popen(
+                argv,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        self._stream = self._control.makefile("rw")
+        run_file.write(self._process.pid)
+        try:
+            self.mode = str(self._answer()["mode"])
+        except LabError as error:
+            self.close()
+            raise LabError(
+                f"network namespaces are not allowed here ({error}); 'thinwire lab --check' says more"
+            ) from None
+
+    def boot(self, hosts: int) -> None:
+        """Create the hosts."""
+        self._inits = self.ask("boot", hosts=hosts)["inits"]
+
+    def reboot(self, host: int) -> None:
+        """Kill all processes of a host; new ones can be started at once."""
+        self._inits[host] = self.ask("reboot", host=host)["init"]
+
+    def batch(self, where: int, argv: list[str], lines: list[str]) -> None:
+        """Run ip, tc, bridge or nft in a host (or the SWITCH), fed with lines; raise its complaint."""
+        answer = self.ask("run", where=where, argv=argv, text="\n".join(lines) + "\n")
+        if answer["code"] != 0:
+            complaint = answer["errors"].splitlines()[0] if answer["errors"] else f"exit code {answer['code']}"
+            raise LabError(f"{argv[0]} failed in the lab: {complaint.removeprefix('Error: ').rstrip('.')}")
+
+    def ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Send one request to the holder and return its answer."""
+        with self._lock:
+            try:
+                self._stream.write(json.dumps({"op": operation, **arguments}) + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                raise LabError("the lab has ended") from None
+            return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            line = self._stream.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise LabError("the lab has ended: its holder process was killed")
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise LabError(answer["failed"])
+        return answer
+
+    def command(self, host: int, cores: list[int], argv: list[str]) -> list[str]:
+        """Return the command line that runs `argv` inside a host, on the given cores."""
+        enter = [*_PYTHON, str(_HERE / "enter.py"), str(self._inits[host])]
+        return [*enter, ",".join(map(str, cores)), *argv]
+
+    def close(self) -> None:
+        """Let everything go and wait until it is gone: all processes of all hosts are dead afterwards."""
+        with contextlib.suppress(OSError):  # not only closed: a forked child of the owner may hold a copy
+            self._control.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.close()
+        self._control.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

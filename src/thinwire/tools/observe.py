@@ -1,0 +1,91 @@
+"""Mirror an event log to TensorBoard: the same figures as scalars, for those who watch runs there.
+
+TensorBoard is an extra; without it one sentence says how to get it.
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.errors import LogError
+from thinwire.tools.events import PHASES, Diagnosis, Eval, Event, Histogram, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def gradient_histogram(step: int, layer: str, gradient: "Tensor", *, per_decade: int = 4) -> Histogram:
+    """The histogram of a gradient's magnitudes in bins of equal ratio, from 1e-12 to 1e3."""
+    magnitudes = gradient.detach().abs().flatten()
+    found = magnitudes[magnitudes > 0].log10()
+    counts = found.clamp(-12, 3).histc(15 * per_decade, min=-12, max=3).long().tolist()
+    used = [place for place, count in enumerate(counts) if count]
+    first, last = (used[0], used[-1]) if used else (0, -1)
+    edges = [10 ** (-12 + place / per_decade) for place in range(first, last + 2)] if used else []
+    return Histogram(
+        step=step,
+        layer=layer,
+        edges=edges,
+        counts=counts[first : last + 1],
+        zeros=magnitudes.numel() - found.numel(),
+    )
+
+
+def describe_machine() -> str:
+    """One line about this machine: processor, cores, system, torch."""
+    processor = platform.processor() or platform.machine()
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+        processor = names[0].split(":", 1)[1].strip() if names else processor
+    except OSError:
+        pass  # not Linux: the machine's architecture has to do
+    system = f"{platform.system()} {platform.release()}"
+    return f"{processor}, {os.cpu_count()} cores, {system}, torch {metadata.version('torch')}"
+
+
+def now() -> str:
+    """The date of a run, in UTC to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def mirrors(folder: Path | None) -> list[Callable[[Event], None]]:
+    """What a log is given to mirror itself to a folder; nothing if there is none."""
+    return [TensorBoardMirror(folder)] if folder is not None else []
+
+
+class TensorBoardMirror:
+    """Give it to an EventLog in `mirrors`, which closes it at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise LogError(
+                "--tensorboard needs tensorboard: install it with pip install 'thinwire[tensorboard]'."
+            ) from error
+        self._writer = SummaryWriter(log_dir=str(folder))
+
+    def __call__(self, event: Event) -> None:
+        """Write the scalars of one event."""
+        scalars: dict[str, float] = {}
+        step = 0
+        if isinstance(event, Step):
+            step = event.step
+            scalars = {f"seconds/{name}": getattr(event, name) for name in PHASES}
+            scalars |= {f"bytes/{way}": float(getattr(event, f"bytes_{way}")) for way in ("sent", "received")}
+            scalars |= {"loss": event.loss, "density": event.density, "residual_norm": event.residual_norm}
+        elif isinstance(event, Eval):
+            step, scalars = event.step, {f"{event.metric}/{event.split}": event.value}
+        elif isinstance(event, Diagnosis):
+            step = event.step
+            scalars = {f"diagnosis/{name}": float(value) for name, value in vars(event).items() if name != "step"}
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        self._writer.close()

@@ -1,0 +1,122 @@
+"""Methods: the ways to average gradients that are compared, by name, each one line on a DDP model.
+
+Besides thinwire's own codecs these are DDP's all-reduce, torch's own hooks, and an infinite network, on which every
+rank still waits for the slowest but nothing else travels.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.codec.feedback import MomentumCorrection
+from thinwire.exchange.choose import NAMES
+from thinwire.hooks.attach import attach
+from thinwire.link.link import Link
+from thinwire.tune.presets import PRESETS, TUNED, any_codec_for
+
+BASELINES = {
+    "infinite": "an infinite network: one number a bucket is exchanged, the gradients are not",
+    "dense": "DDP as it is: 32-bit all-reduce",
+    "fp16": "torch's fp16_compress_hook: 16-bit all-reduce",
+    "powersgd": "torch's PowerSGD hook at rank 1, in a single bucket",
+}
+
+
+def check_method(name: str) -> None:
+    """ValueError if there is no method of this name."""
+    if name in BASELINES or name in PRESETS or name in TUNED or name == "auto":
+        return
+    base, plus, exchange = name.partition("+")
+    if plus and exchange not in NAMES:
+        raise ValueError(f"no exchange is called {exchange!r} in {name!r}; there are {', '.join(NAMES)}")
+    try:
+        any_codec_for(base)
+    except ValueError:
+        known = ", ".join([*BASELINES, *PRESETS, *TUNED, "auto"])
+        raise ValueError(f"there is no method {name!r}; there are {known}, or a density such as 0.01") from None
+
+
+def single_bucket(name: str) -> bool:
+    """Whether the method needs all gradients in one bucket (torch's PowerSGD fails with two on Gloo)."""
+    return name == "powersgd"
+
+
+def applies_momentum(name: str) -> bool:
+    """Whether the method applies momentum before sending, so that the optimizer must not."""
+    if name in BASELINES or name == "auto":
+        return False
+    return isinstance(any_codec_for(name.split("+")[0]).feedback, MomentumCorrection)
+
+
+class BackwardClock:
+    """When the last bucket of a backward pass was full: what comes after is waiting for the network."""
+
+    def __init__(self) -> None:
+        self.last_bucket = 0.0
+
+
+class _Timed:
+    """A hook that notes the time of the last bucket and leaves the work to another."""
+
+    def __init__(self, hook: Callable[..., Any], state: Any, clock: BackwardClock) -> None:
+        self._hook, self._state, self._clock = hook, state, clock
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        if bucket.is_last():
+            self._clock.last_bucket = time.perf_counter()
+        future: torch.futures.Future[torch.Tensor] = self._hook(self._state, bucket)
+        return future
+
+
+def apply_method(
+    model: DistributedDataParallel,
+    name: str,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    clock: BackwardClock | None = None,
+) -> Link | None:
+    """Install a method on a model; a link if it is one of thinwire's. `name+exchange` picks the exchange.
+
+    With a clock, the time at which each backward pass filled its last bucket is noted.
+    """
+    if name in BASELINES:
+        hook, state = _baseline(model, name)
+        if clock is not None:
+            model.register_comm_hook(None, _Timed(hook, state, clock).hook)
+        elif name != "dense":
+            model.register_comm_hook(state, hook)
+        return None
+    codec, _, exchange = name.partition("+")
+    on_last = None if clock is None else lambda: setattr(clock, "last_bucket", time.perf_counter())
+    return attach(model, codec, exchange=exchange or None, optimizer=optimizer, on_last_bucket=on_last)
+
+
+def _baseline(model: DistributedDataParallel, name: str) -> tuple[Callable[..., Any], Any]:
+    """A hook and its state; dense is what DDP does without one."""
+    if name == "infinite":
+        return _one_number, None
+    if name == "fp16":
+        return default_hooks.fp16_compress_hook, model.process_group
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            model.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, warm_start=True
+        )
+        return powerSGD_hook.powerSGD_hook, state
+    return default_hooks.allreduce_hook, model.process_group
+
+
+def _one_number(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    buffer: torch.Tensor = bucket.buffer()
+    number = buffer.new_zeros(1)
+    work = dist.all_reduce(number, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
+    return future

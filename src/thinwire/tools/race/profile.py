@@ -1,0 +1,154 @@
+"""Profile: how long a worker's layers take to compute and to travel; the input of `thinwire simulate schedule`.
+
+Forward times are taken around the modules, backward times between gradients that become ready, and transfer times
+from the first byte of a push to the acknowledgement of its last.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import LogError
+from thinwire.server.worker import Worker
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """One layer's seconds: its forward and its backward pass, and its way over one worker's link, one way."""
+
+    name: str
+    forward: float
+    backward: float
+    transfer: float
+
+    def __post_init__(self) -> None:
+        for what in ("forward", "backward", "transfer"):
+            seconds = getattr(self, what)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"the {what} time of the layer '{self.name}' must be 0 or more, not {seconds}.")
+
+
+def write_profile(path: Path, layers: Sequence[LayerTimes]) -> None:
+    """Write what a worker measured, in the order in which the forward pass uses the layers."""
+    text = json.dumps({"layers": [asdict(layer) for layer in layers]}, indent=1)
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LogError(f"cannot write the profile {path} ({error.strerror}): choose another place.") from error
+
+
+def read_profile(path: Path) -> tuple[LayerTimes, ...]:
+    """Read a profile; whatever is wrong with it is one sentence that names the layer."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise LogError(f"cannot read the profile {path}: {reason}.") from error
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LogError(f"the profile {path} is not JSON ({error.msg} at line {error.lineno}).") from error
+    layers = record.get("layers") if isinstance(record, dict) else None
+    if not isinstance(layers, list) or not layers:
+        raise LogError(f'the profile {path} has no layers: it must be {{"layers": [...]}} with one entry or more.')
+    return tuple(_layer(entry, number, path) for number, entry in enumerate(layers))
+
+
+def _layer(entry: Any, number: int, path: Path) -> LayerTimes:
+    if not isinstance(entry, dict):
+        raise LogError(f"the profile {path} is wrong at layer {number}: it is not an object.")
+    times = {}
+    for what in ("forward", "backward", "transfer"):
+        value = entry.get(what)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise LogError(f"the profile {path} is wrong at layer {number}: '{what}' must be a number of seconds.")
+        times[what] = float(value)
+    try:
+        return LayerTimes(str(entry.get("name", number)), **times)
+    except ValueError as error:
+        raise LogError(f"the profile {path} is wrong at layer {number}: {error}") from error
+
+
+class Profiler:
+    """Watches a worker's steps; `write` saves the medians of all but the first two."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._pace = worker.pace
+        self._pace.keep = True
+        self._forward: list[dict[int, float]] = [{} for _ in worker.layers]  # by step
+        self._begun = [0.0] * len(worker.layers)
+        self._inside = [0] * len(worker.layers)  # modules of a layer that are at work, one in the other
+        self._handles: list[Any] = []
+        for i, name in ((i, name) for i, names in enumerate(worker.modules) for name in names):
+            module = worker.model.get_submodule(name)
+            # Registered after the worker's own hook, so that waiting for parameters is not computing.
+            self._handles.append(module.register_forward_pre_hook(lambda *_, i=i: self._begin(i)))
+            self._handles.append(module.register_forward_hook(lambda *_, i=i: self._end(i)))
+
+    def _begin(self, layer: int) -> None:
+        if not self._inside[layer]:
+            self._begun[layer] = time.monotonic()
+        self._inside[layer] += 1
+
+    def _end(self, layer: int) -> None:
+        self._inside[layer] -= 1
+        if self._inside[layer] == 0 and self._worker.model.training:  # evaluations are no part of a step
+            step, spent = self._worker.clock, time.monotonic() - self._begun[layer]
+            self._forward[layer][step] = self._forward[layer].get(step, 0.0) + spent
+
+    def layers(self) -> list[LayerTimes]:
+        """In the order of the layers."""
+        backward, transfer = self._backward(), self._transfer()
+        return [
+            LayerTimes(name, _median(list(self._forward[i].values())), _median(backward[i]), _median(transfer[i]))
+            for i, name in enumerate(self._worker.layers)
+        ]
+
+    def write(self, path: Path) -> None:
+        """As JSON that `thinwire simulate schedule --from` reads."""
+        write_profile(path, self.layers())
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._pace.keep = False
+
+    def _backward(self) -> list[list[float]]:
+        """From one layer's gradient to the next's, in the order in which they became ready."""
+        found: list[list[float]] = [[] for _ in self._forward]
+        steps: dict[int, list[tuple[float, int]]] = {}
+        for when, layer, clock in self._pace.ready:
+            steps.setdefault(clock, []).append((when, layer))
+        for events in steps.values():
+            for (before, _), (after, layer) in pairwise(events):
+                found[layer].append(after - before)
+        # Nothing tells when the backward pass of the last layer began: take the mean of the others.
+        known = [_median(times) for times in found if times]
+        for times in found:
+            if not times and known:
+                times.append(statistics.mean(known))
+        return found
+
+    def _transfer(self) -> list[list[float]]:
+        first: dict[tuple[int, int], float] = {}
+        for when, layer, clock in self._pace.pushes:
+            first.setdefault((layer, clock), when)
+        last = {(layer, clock): when for when, layer, clock in self._pace.acks}
+        found: list[list[float]] = [[] for _ in self._forward]
+        for (layer, clock), when in last.items():
+            if (layer, clock) in first:
+                found[layer].append(when - first[layer, clock])
+        return found
+
+
+def _median(times: list[float]) -> float:
+    settled = times[2:] or times
+    return statistics.median(settled) if settled else 0.0

@@ -1,0 +1,316 @@
+"""Training: one recipe, one method, one seed, on all ranks; everything that happens becomes an event.
+
+The order of the samples depends on seed and step alone, so that methods see the same data and a resumed run goes on
+where it stopped.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.errors import ThinwireError
+from thinwire.link.link import Link
+from thinwire.tools.events import Eval, Event, Histogram, Step
+from thinwire.tools.observe import gradient_histogram
+from thinwire.tools.race.methods import BackwardClock, applies_momentum, apply_method, single_bucket
+from thinwire.tools.recipes.recipe import DataOrder, Recipe, Splits
+
+
+class CheckpointError(ThinwireError):
+    """A checkpoint cannot be read or written."""
+
+
+def save_whole(value: dict[str, Any], path: Path) -> None:
+    """Write a file under another name first, so that a crash leaves the old one."""
+    partial = path.with_suffix(".partial")
+    torch.save(value, partial)
+    os.replace(partial, path)
+
+
+def open_folder(folder: Path) -> None:
+    """Make the folder, or say why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+        raise CheckpointError(f"cannot write checkpoints to {folder} ({reason}): choose another folder") from error
+
+
+class Checkpoint:
+    """The files of one training in a folder."""
+
+    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, link: Link | None) -> None:
+        self.folder, self._model, self._optimizer, self._link = folder, model, optimizer, link
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        open_folder(folder)
+
+    def save(self, step: int, wall: float) -> None:
+        """Called on all ranks at the same step; the one before is forgotten when this one is complete."""
+        place = self.folder / f"step-{step:08d}"
+        place.mkdir(exist_ok=True)
+        if self._link is not None:
+            save_whole(self._link.state_dict(), place / f"link-{self._rank}.pt")
+        dist.barrier()
+        if self._rank == 0:
+            state = {
+                "step": step,
+                "wall": wall,
+                "world": self._world,
+                "model": self._model.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+            }
+            save_whole(state, place / "model.pt")
+            self._forget(place)
+
+    def _forget(self, newest: Path) -> None:
+        for old in self.folder.glob("step-*"):
+            if old.name < newest.name:
+                for file in old.iterdir():
+                    file.unlink()
+                old.rmdir()
+
+    def _agree(self, step: int) -> None:
+        """Ranks that went on from different checkpoints would train different models without knowing."""
+        steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world)]
+        dist.all_gather(steps, torch.tensor([step]))
+        for rank, other in enumerate(map(int, steps)):
+            if other != int(steps[0]):
+                raise CheckpointError(
+                    f"rank 0 finds step {int(steps[0])} in {self.folder}, rank {rank} step {other}: "
+                    "checkpoints need a folder that all machines share"
+                )
+
+    def _check_rates(self, saved: dict[str, Any]) -> None:
+        """The saved optimizer's settings would silently win over those of the command line."""
+        for now, before in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
+            for name in ("lr", "momentum"):
+                if name in now and name in before and now[name] != before[name]:
+                    raise CheckpointError(
+                        f"the checkpoint in {self.folder} was trained with {name} {before[name]:g}, not {now[name]:g}: "
+                        "go on with the same, or start anew in another folder"
+                    )
+
+    def load(self) -> tuple[int, float]:
+        """Take over the newest complete checkpoint; returns its step and the seconds trained. (0, 0) if none."""
+        found = sorted(p.parent for p in self.folder.glob("step-*/model.pt"))
+        self._agree(int(found[-1].name.removeprefix("step-")) if found else 0)
+        if not found:
+            return 0, 0.0
+        try:
+            state = torch.load(found[-1] / "model.pt", weights_only=True)
+            self._model.load_state_dict(state["model"])
+            self._check_rates(state["optimizer"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            if self._link is not None:
+                links = [torch.load(found[-1] / f"link-{rank}.pt", weights_only=True) for rank in range(state["world"])]
+                self._link.load_state_dict(links)
+        except CheckpointError:
+            raise
+        except Exception as error:  # torch raises many kinds for files that are not its own
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"the checkpoint {found[-1]} cannot be used ({reason}): remove it or start anew"
+            ) from error
+        return int(state["step"]), float(state["wall"])
+
+
+def interface_bytes(interface: str) -> tuple[int, int] | None:
+    """Bytes sent and received by an interface, or None if there is none."""
+    try:
+        lines = Path("/proc/self/net/dev").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, figures = line.partition(":")
+        if name.strip() == interface:
+            numbers = [int(word) for word in figures.split()]
+            return numbers[8], numbers[0]
+    return None
+
+
+def ring_bytes(method: str, parameters: int, world: int) -> int:
+    """Bytes that a rank sends in a ring all-reduce of 32- or 16-bit gradients."""
+    width = {"dense": 4, "fp16": 2}.get(method, 0)
+    return 2 * width * parameters * (world - 1) // world
+
+
+class TrafficMeter:
+    """Bytes sent and received since the last reading."""
+
+    def __init__(self, link: Link | None, per_step: int = 0) -> None:
+        self._link = link
+        self._per_step = per_step  # where nothing can be counted: what the method is known to move
+        self._interface = "eth0" if "THINWIRE_LAB" in os.environ else None
+        self._before = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        if self._interface is not None:
+            return interface_bytes(self._interface) or (0, 0)
+        if self._link is None:
+            return 0, 0
+        figures = self._link.stats()
+        return int(figures["bytes_sent"]), int(figures["bytes_received"])
+
+    def read(self) -> tuple[int, int]:
+        """Bytes sent and received since the last call."""
+        if self._interface is None and self._link is None:
+            return self._per_step, self._per_step
+        now = self._now()
+        sent, received = now[0] - self._before[0], now[1] - self._before[1]
+        self._before = now
+        return sent, received
+
+
+Emit = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to train and when to stop; the same for every method of a race."""
+
+    batch: int
+    lr: float
+    momentum: float
+    max_steps: int
+    target: float | None  # of the metric on the test split; None: run to max_steps
+    evaluate_every: int
+    train_samples: int = 2000  # of the training split, evaluated in the end
+    test_samples: int | None = None  # of the test split, evaluated every time; None: all
+    checkpoint: Path | None = None
+    resume: bool = False
+    diagnose: int = 0  # steps between two diagnoses of a link; 0: none
+
+
+class Training:
+    """A model, its method and its data on this rank."""
+
+    def __init__(self, recipe: Recipe, splits: Splits, plan: Plan, method: str, seed: int) -> None:
+        self.recipe, self.splits, self.plan, self.method, self.seed = recipe, splits, plan, method, seed
+        self.rank = dist.get_rank()
+        self.model = DistributedDataParallel(recipe.build(seed), bucket_cap_mb=1000 if single_bucket(method) else None)
+        # DGC applies the momentum before sending: the optimizer must not apply it again.
+        ours = applies_momentum(method)
+        self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
+        self.clock = BackwardClock()
+        self.link = apply_method(self.model, method, clock=self.clock)
+        if self.link is not None and plan.diagnose:
+            self.link.diagnose(every=plan.diagnose)
+        self.order = DataOrder(len(splits.train), batch=plan.batch, workers=dist.get_world_size(), seed=seed)
+        known = ring_bytes(method, parameter_count(self.model), dist.get_world_size())
+        self.meter = TrafficMeter(self.link, known)
+        self.checkpoint = (
+            Checkpoint(plan.checkpoint, self.model, self.optimizer, self.link) if plan.checkpoint else None
+        )
+        self.wall = 0.0
+
+    def run(self, emit: Emit) -> str:
+        """Train until the target or the last step; returns which of them it was."""
+        step = 0
+        if self.checkpoint is not None and self.plan.resume:
+            step, self.wall = self.checkpoint.load()
+        dist.barrier()
+        self.meter.read()
+        reached, evaluations = False, 0
+        while step < self.plan.max_steps:
+            step += 1
+            emit(self._step(step))
+            if self.link is not None:
+                for found in self.link.diagnoses:
+                    emit(found)
+                self.link.diagnoses.clear()
+            if step == min(10, self.plan.max_steps) and self.rank == 0:
+                for event in self._histograms(step):
+                    emit(event)
+            if step % self.plan.evaluate_every == 0 or step == self.plan.max_steps:
+                reached = self._evaluate(step, "test", self.plan.test_samples, emit)
+                evaluations += 1
+                if evaluations % 4 == 1:  # for the curve only: a few samples, now and then
+                    self._evaluate(step, "train", 500, emit)
+                if self.checkpoint is not None:
+                    self.checkpoint.save(step, self.wall)
+                dist.barrier()
+                self.meter.read()  # what evaluation and checkpoints sent is not training's
+                if reached:
+                    break
+        self._evaluate(step, "train", self.plan.train_samples, emit)
+        return "target" if reached else "max_steps"
+
+    def _step(self, step: int) -> Step:
+        # Dropout and the like must not depend on what was drawn before, or a resumed run would differ.
+        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.rank)
+        batch = self.splits.train.batch(self.order.at(step - 1, self.rank))
+        began = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = self.recipe.loss(self.model, batch)
+        loss.backward()
+        done = time.perf_counter()
+        self.optimizer.step()
+        ended = time.perf_counter()
+        self.wall += ended - began
+        waited = done - self.clock.last_bucket
+        compress = density = 0.0
+        if self.link is not None:
+            figures = self.link.stats()["last_step"]
+            compress, density = min(waited, figures["compress"] + figures["decode"]), figures["density"]
+        sent, received = self.meter.read()
+        return Step(
+            step=step,
+            epoch=self.order.epoch(step),
+            wall=self.wall,
+            compute=self.clock.last_bucket - began,
+            compress=compress,
+            exchange=waited - compress,
+            apply=ended - done,
+            bytes_sent=sent,
+            bytes_received=received,
+            loss=float(loss.detach()),
+            density=density if self.link is not None else 1.0,
+            residual_norm=self._residual_norm() if step % self.plan.evaluate_every == 0 else math.nan,
+            rank=self.rank,
+        )
+
+    def _residual_norm(self) -> float:
+        if self.link is None:
+            return 0.0
+        held = [self.link.codec.residuals(name).get("residual") for name, _ in self.model.module.named_parameters()]
+        return math.sqrt(sum(float(t.square().sum()) for t in held if t is not None))
+
+    def _evaluate(self, step: int, split: str, samples: int | None, emit: Emit) -> bool:
+        """Rank 0 evaluates, all hear whether the target is reached."""
+        verdict = torch.zeros(1)
+        if self.rank == 0:
+            data = self.splits.test if split == "test" else self.splits.train
+            value = self.recipe.evaluate(self.model.module, data, samples)
+            epoch, metric = self.order.epoch(step), self.recipe.metric
+            emit(Eval(step=step, epoch=epoch, wall=self.wall, split=split, metric=metric, value=value))
+            if self.plan.target is not None:
+                verdict[0] = float(value >= self.plan.target)
+        dist.broadcast(verdict, 0)
+        return bool(verdict[0])
+
+    def _histograms(self, step: int) -> list[Histogram]:
+        """Magnitudes of the mean gradient, per layer: SparsifyGradients' figure."""
+        return [
+            gradient_histogram(step, name, parameter.grad)
+            for name, parameter in self.model.module.named_parameters()
+            if parameter.grad is not None and parameter.dim() > 1
+        ]
+
+    def close(self) -> None:
+        """Let go of the link before the next method takes its turn."""
+        if self.link is not None:
+            self.link.detach()
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Entries of a gradient."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,115 @@
+"""cifar10: the exact set-up of SparsifyGradients: its cuda-convnet, batch 8 per worker, no augmentation.
+
+Pixels enter as (x - 128) / 255; training is plain SGD without momentum.
+"""
+
+import gzip
+import os
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+
+from thinwire.errors import RecipeError
+from thinwire.tools.recipes.convnet import cuda_convnet
+from thinwire.tools.recipes.files import (
+    CIFAR_IMAGES,
+    Asset,
+    Bytes,
+    cache_dir,
+    cannot_write,
+    fetch,
+    find_file,
+    map_cifar_batch,
+)
+from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Splits
+
+FOLDER = "cifar-10-batches-bin"
+TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILE = "test_batch.bin"
+ARCHIVE = Asset(
+    "cifar-10-binary.tar.gz",
+    ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
+    "md5:c32a1d4ab5d03f1284b67883e8d87530",  # the sum that the publisher gives
+)
+
+
+@dataclass(frozen=True)
+class MappedImages:
+    """Records of mapped batch files; the system keeps one copy for all workers of a machine."""
+
+    files: tuple[Bytes, ...]
+
+    def __len__(self) -> int:
+        return CIFAR_IMAGES * len(self.files)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Images as (x - 128) / 255 and their labels."""
+        places = (divmod(int(index), CIFAR_IMAGES) for index in indices)
+        records = torch.from_numpy(np.stack([self.files[file][record] for file, record in places]))
+        images = records[:, 1:].reshape(-1, 3, 32, 32).float()
+        return images.sub_(128).div_(255), records[:, 0].long()
+
+
+def unpack(archive: Path) -> None:
+    """Take the six batch files out of the archive, next to it; each appears by one rename."""
+    target = archive.parent / FOLDER
+    try:
+        target.mkdir(exist_ok=True)
+        with tarfile.open(archive) as tar:
+            for name in (*TRAIN_FILES, TEST_FILE):
+                member = tar.extractfile(f"{FOLDER}/{name}")
+                if member is None:
+                    raise KeyError(name)
+                _place(member, target / name)
+    except (tarfile.TarError, KeyError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecipeError(f"{archive} is corrupt ({error}): delete it and run again.") from error
+    except OSError as error:
+        raise cannot_write(target, error) from error
+
+
+def _place(contents: IO[bytes], path: Path) -> None:
+    part = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as out:
+            part = Path(out.name)
+            shutil.copyfileobj(contents, out)
+        os.replace(part, path)
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
+
+
+def load(data_dir: Path | None) -> Splits:
+    """Map the six binary batches of a folder, or download the archive to the cache and unpack it."""
+    if data_dir is None:
+        data_dir = cache_dir("cifar10")
+        if not all((data_dir / FOLDER / name).exists() for name in (*TRAIN_FILES, TEST_FILE)):
+            unpack(fetch(ARCHIVE, data_dir))
+
+    def mapped(name: str) -> Bytes:
+        return map_cifar_batch(find_file(data_dir, name, subfolders=(FOLDER, f"cifar10/{FOLDER}"), zipped=False))
+
+    return Splits(
+        train=MappedImages(tuple(mapped(name) for name in TRAIN_FILES)),
+        test=MappedImages((mapped(TEST_FILE),)),
+    )
+
+
+def cifar10() -> Recipe:
+    """The recipe."""
+    return Recipe(
+        "cifar10",
+        description="CIFAR-10 on the exact convnet of SparsifyGradients.",
+        data="CIFAR-10 binary version, 50,000 + 10,000 images, 170 MB",
+        model=cuda_convnet,
+        load=load,
+        defaults=Defaults(batch=8, lr=0.05, momentum=0.0, epochs=30, target=0.7),
+    )

@@ -1,0 +1,217 @@
+"""Read the standard files: IDX (MNIST), CIFAR-10's binary batches, and lines of text, gzipped or not.
+
+Everything is checked before it is believed; an error names the file and says what to do.
+"""
+
+import errno
+import gzip
+import hashlib
+import os
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
+from dataclasses import dataclass
+from http.client import HTTPException
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from thinwire.errors import RecipeError
+
+CHUNK = 1 << 18
+_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A published file: where it is and what sum it must have.
+
+    The sum of a `.gz` is that of the contents: mirrors compress the same contents to different bytes.
+    """
+
+    name: str
+    urls: tuple[str, ...]  # tried in this order
+    checksum: str  # "sha256:..." or, where the publisher gives only that, "md5:..."
+
+
+def cache_dir(dataset: str) -> Path:
+    """The folder that keeps a dataset's files between runs, by the XDG rules."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "thinwire" / dataset
+
+
+def fetch(asset: Asset, folder: Path) -> Path:
+    """Return the file's path in `folder`, downloading it first if it is not there."""
+    path = folder / asset.name
+    try:
+        if path.exists():
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"cannot make the cache folder {folder} ({error.strerror}): set XDG_CACHE_HOME.") from error
+    reasons = []
+    for url in asset.urls:
+        try:
+            _fetch_from(url, asset, path)
+            return path
+        except (OSError, HTTPException, RecipeError) as error:
+            if isinstance(error, OSError) and error.errno in _DISK:  # no other mirror would help
+                raise cannot_write(folder, error) from error
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            reasons.append(f"{url}: {reason}")
+    raise RecipeError(
+        f"cannot download {asset.name} ({'; '.join(reasons)}): "
+        "try again later, or get the file by other means and give its folder with --data."
+    )
+
+
+def cannot_write(folder: Path, error: OSError) -> RecipeError:
+    """The sentence about a cache folder that takes no files."""
+    why = error.strerror or error
+    return RecipeError(
+        f"cannot write to the cache folder {folder} ({why}): make room or rights, or set XDG_CACHE_HOME."
+    )
+
+
+def _fetch_from(url: str, asset: Asset, path: Path) -> None:
+    handle, temporary = tempfile.mkstemp(prefix=f"{asset.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            _download(url, out, asset.name)
+        _check(Path(temporary), asset)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _download(url: str, out: BinaryIO, name: str) -> None:
+    """Copy a URL to a file; an answer shorter than announced is an error."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    request = urllib.request.Request(url, headers={"User-Agent": "thinwire"})
+    with urllib.request.urlopen(request, timeout=30) as answer, Progress(*columns) as progress:
+        announced = int(answer.headers.get("Content-Length") or 0) or None
+        task = progress.add_task(f"downloading {name}", total=announced)
+        received = 0
+        while chunk := answer.read(CHUNK):
+            out.write(chunk)
+            received += len(chunk)
+            progress.update(task, completed=received)
+    if announced is not None and received != announced:
+        raise RecipeError(f"the connection ended after {received:,} of {announced:,} bytes")
+
+
+def _check(path: Path, asset: Asset) -> None:
+    """Compare the sum of the downloaded contents with the published one."""
+    method, _, expected = asset.checksum.partition(":")
+    digest = hashlib.new(method)
+    try:
+        with gzip.open(path) if _packed(asset) else path.open("rb") as contents:
+            while chunk := contents.read(CHUNK):
+                digest.update(chunk)
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecipeError(f"the answer is no complete gzip file ({error})") from error
+    if digest.hexdigest() != expected:
+        raise RecipeError(f"the {method} sum is {digest.hexdigest()}, it should be {expected}")
+
+
+def _packed(asset: Asset) -> bool:
+    return asset.name.endswith(".gz") and not asset.name.endswith(".tar.gz")
+
+
+Bytes = npt.NDArray[np.uint8]
+CIFAR_IMAGES = 10_000  # in each batch file
+CIFAR_RECORD = 1 + 3 * 32 * 32
+
+
+def find_file(data_dir: Path, name: str, *, subfolders: tuple[str, ...] = (), zipped: bool = True) -> Path:
+    """The path of `name`, or where that can be read `name.gz`, in a folder or one of its usual subfolders.
+
+    A subfolder with files is the dataset's own. Files of the same names beside it may be another dataset's, so they are
+    not looked at then, not even for a file that the subfolder lacks.
+    """
+    if not data_dir.is_dir():
+        raise RecipeError(f"the data folder {data_dir} does not exist: give the folder that holds {name}.")
+    folders = [data_dir / sub for sub in subfolders if _has_files(data_dir / sub)] or [data_dir]
+    for folder in folders:
+        for candidate in (folder / name, *([folder / f"{name}.gz"] if zipped else [])):
+            if candidate.is_file():
+                return candidate
+    forms = f" (as it is or as {name}.gz)" if zipped else ""
+    raise RecipeError(f"{name} is missing in {folders[0]}: put it there{forms}, or leave out --data to download it.")
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and any(path.is_file() for path in folder.iterdir())
+    except OSError as error:
+        raise RecipeError(f"cannot read the data folder {folder} ({error.strerror}): check its permissions.") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a file, unpacked if its name ends in .gz."""
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecipeError(f"{path} is truncated or corrupt ({error}): delete it and get it again.") from error
+    except OSError as error:
+        raise RecipeError(f"cannot read {path} ({error.strerror}): check its permissions.") from error
+
+
+def read_idx(path: Path, *, dimensions: int) -> Bytes:
+    """An array of bytes in the IDX format."""
+    raw = read_bytes(path)
+    header = 4 + 4 * dimensions
+    if len(raw) < header or raw[:4] != bytes([0, 0, 8, dimensions]):
+        raise RecipeError(f"{path} is no IDX file of bytes in {dimensions} dimension(s): delete it and get it again.")
+    shape = [int.from_bytes(raw[4 + 4 * d : 8 + 4 * d], "big") for d in range(dimensions)]
+    if len(raw) - header != prod(shape):
+        raise RecipeError(
+            f"{path} holds {len(raw) - header:,} bytes of data where its header announces {prod(shape):,}: "
+            "it is truncated or corrupt, delete it and get it again."
+        )
+    return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)
+
+
+def read_idx_images(images: Path, labels: Path, *, classes: int = 10) -> tuple[Bytes, Bytes]:
+    """28 x 28 images and their labels, checked against each other."""
+    pixels, targets = read_idx(images, dimensions=3), read_idx(labels, dimensions=1)
+    if pixels.shape[1:] != (28, 28):
+        raise RecipeError(f"{images} holds images of {pixels.shape[1]} x {pixels.shape[2]}, not 28 x 28.")
+    if len(pixels) != len(targets):
+        raise RecipeError(f"{images} holds {len(pixels):,} images, but {labels} {len(targets):,} labels.")
+    if len(targets) == 0 or targets.max() >= classes:
+        raise RecipeError(f"{labels} has no labels from 0 to {classes - 1}: it is corrupt, delete it and get it again.")
+    return pixels, targets
+
+
+def map_cifar_batch(path: Path) -> Bytes:
+    """The records of one binary batch, mapped and not read, so that many processes share one copy."""
+    size = path.stat().st_size
+    if size != CIFAR_IMAGES * CIFAR_RECORD:
+        raise RecipeError(
+            f"{path} has {size:,} bytes, a batch of CIFAR-10's binary version has "
+            f"{CIFAR_IMAGES * CIFAR_RECORD:,}: delete it and get it again."
+        )
+    records: Bytes = np.memmap(path, dtype=np.uint8, mode="r", shape=(CIFAR_IMAGES, CIFAR_RECORD))
+    if records[:, 0].max() > 9:
+        raise RecipeError(f"{path} has labels above 9: it is corrupt, delete it and get it again.")
+    return records
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 text, without their ends."""
+    try:
+        lines = read_bytes(path).decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text (byte {error.start}): get it again.") from error
+    return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]

@@ -1,0 +1,376 @@
+"""translate: Multi30k from German to English, with a GRU or a small Transformer; the metric is BLEU.
+
+Both languages share one vocabulary of word pieces, learned from the training files.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+
+from thinwire.errors import RecipeError
+from thinwire.tools.recipes.files import Asset, cache_dir, fetch, find_file, read_lines
+from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Split, Splits, adam
+
+PAD, UNKNOWN, BEGIN, END = range(4)
+
+
+def continued(target: Tensor) -> Tensor:
+    """The places that another piece follows: half of a padded batch need not be scored."""
+    return (target != PAD) & (target != END)
+
+
+class PlainGRU(nn.Module):
+    """torch's GRU on padded sequences."""
+
+    def __init__(self, inputs: int, hidden: int, *, bidirectional: bool) -> None:
+        super().__init__()
+        self.gru = nn.GRU(inputs, hidden, batch_first=True, bidirectional=bidirectional)
+
+    def forward(self, x: Tensor, mask: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs at every place and the last state; `state` and the last state are (samples, units)."""
+        if state is not None:
+            outputs, last = self.gru(x, state.unsqueeze(0).contiguous())
+            return outputs, last[-1]
+        lengths = mask.sum(1).cpu()
+        packed, last = self.gru(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        outputs, _ = pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])
+        return outputs, last.transpose(0, 1).flatten(1)
+
+
+class NormalisedGRU(nn.Module):
+    """A GRU whose gates are layer-normalised: all gradients come to one scale, slower than torch's."""
+
+    def __init__(self, inputs: int, hidden: int, *, bidirectional: bool) -> None:
+        super().__init__()
+        self.hidden, directions = hidden, 2 if bidirectional else 1
+        self.of_input = nn.ModuleList(nn.Linear(inputs, 3 * hidden) for _ in range(directions))
+        self.of_state = nn.ModuleList(nn.Linear(hidden, 3 * hidden) for _ in range(directions))
+        self.input_norm = nn.ModuleList(nn.LayerNorm(3 * hidden) for _ in range(directions))
+        self.state_norm = nn.ModuleList(nn.LayerNorm(3 * hidden) for _ in range(directions))
+
+    def forward(self, x: Tensor, mask: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs at every place and the last state; `state` and the last state are (samples, units)."""
+        results = [self._run(way, x, mask, state) for way in range(len(self.of_input))]
+        outputs = torch.cat([outputs for outputs, _ in results], dim=2)
+        return outputs, torch.cat([last for _, last in results], dim=1)
+
+    def _run(self, way: int, x: Tensor, mask: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        gates = self.input_norm[way](self.of_input[way](x))
+        h = x.new_zeros(x.shape[0], self.hidden) if state is None else state
+        steps = range(x.shape[1])
+        outputs: list[Tensor] = [h] * len(steps)
+        for place in reversed(steps) if way == 1 else steps:
+            a, b = gates[:, place], self.state_norm[way](self.of_state[way](h))
+            a_reset, a_keep, a_new = a.chunk(3, dim=1)
+            b_reset, b_keep, b_new = b.chunk(3, dim=1)
+            keep = torch.sigmoid(a_keep + b_keep)
+            new = torch.tanh(a_new + torch.sigmoid(a_reset + b_reset) * b_new)
+            # Behind the end of a sentence nothing changes, so padding cannot be seen.
+            h = torch.where(mask[:, place, None], keep * h + (1 - keep) * new, h)
+            outputs[place] = h
+        return torch.stack(outputs, dim=1), h
+
+
+class RecurrentTranslator(nn.Module):
+    """Bidirectional encoder, decoder with dot-product attention, one table of word pieces for everything."""
+
+    def __init__(self, vocabulary: int, *, units: int = 256, normalised: bool = False) -> None:
+        super().__init__()
+        cell = NormalisedGRU if normalised else PlainGRU
+        self.pieces = nn.Embedding(vocabulary, units, padding_idx=PAD)
+        nn.init.normal_(self.pieces.weight, std=units**-0.5)
+        self.encoder = cell(units, units // 2, bidirectional=True)
+        self.decoder = cell(units, units, bidirectional=False)
+        self.join = nn.Linear(2 * units, units)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Scores of the next piece, for the places of the target that have one, as `continued` finds them."""
+        memory, mask, state = self.encode(source)
+        joined, _ = self._decode(target, memory, mask, state)
+        return self._score(joined[continued(target)])
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The encoder's outputs, the mask of real pieces, and the state that starts the decoder."""
+        mask = source != PAD
+        outputs, last = self.encoder(self.dropout(self._embed(source)), mask, None)
+        return self.dropout(outputs), mask, last
+
+    def _embed(self, pieces: Tensor) -> Tensor:
+        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
+        return vectors
+
+    def _decode(self, target: Tensor, memory: Tensor, mask: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        states, last = self.decoder(self.dropout(self._embed(target)), target != PAD, state)
+        fit = torch.bmm(states, memory.transpose(1, 2)) * memory.shape[2] ** -0.5
+        weights = fit.masked_fill(~mask[:, None, :], -1e9).softmax(dim=2)
+        joined = torch.tanh(self.join(torch.cat([states, torch.bmm(weights, memory)], dim=2)))
+        return self.dropout(joined), last
+
+    def _score(self, joined: Tensor) -> Tensor:
+        return nn.functional.linear(joined, self.pieces.weight, self.bias)
+
+    def greedy(self, source: Tensor, limit: int) -> Tensor:
+        """The best piece at every place, one after the other, until all sentences have ended."""
+        memory, mask, state = self.encode(source)
+        piece = torch.full_like(source[:, :1], BEGIN)
+        written, ended = [], torch.zeros_like(piece, dtype=torch.bool)
+        for _ in range(limit):
+            joined, state = self._decode(piece, memory, mask, state)
+            piece = self._score(joined).argmax(2).masked_fill(ended, END)
+            written.append(piece)
+            ended = ended | (piece == END)
+            if bool(ended.all()):
+                break
+        return torch.cat(written, dim=1)
+
+
+LONGEST = 256
+
+
+class TransformerTranslator(nn.Module):
+    """Encoder and decoder of a few layers with sinusoidal places."""
+
+    places: Tensor
+
+    def __init__(self, vocabulary: int, *, units: int = 256, layers: int = 3, heads: int = 4) -> None:
+        super().__init__()
+        self.pieces = nn.Embedding(vocabulary, units, padding_idx=PAD)
+        nn.init.normal_(self.pieces.weight, std=units**-0.5)
+        self.register_buffer("places", _sinusoids(LONGEST, units), persistent=False)
+        encoder = nn.TransformerEncoderLayer(units, heads, 2 * units, batch_first=True, norm_first=True)
+        decoder = nn.TransformerDecoderLayer(units, heads, 2 * units, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(encoder, layers, nn.LayerNorm(units), enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(decoder, layers, nn.LayerNorm(units))
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+        self.dropout = nn.Dropout(0.1)
+        for weights in (*self.encoder.parameters(), *self.decoder.parameters()):
+            if weights.dim() > 1:  # the layers of a stack are copies of one another until they are drawn anew
+                nn.init.xavier_uniform_(weights)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Scores of the next piece, for the places of the target that have one, as `continued` finds them."""
+        return self._score(self._decode(target, self._encode(source), source == PAD)[continued(target)])
+
+    def _embed(self, pieces: Tensor) -> Tensor:
+        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
+        placed: Tensor = self.dropout(vectors + self.places[: pieces.shape[1]])
+        return placed
+
+    def _encode(self, source: Tensor) -> Tensor:
+        memory: Tensor = self.encoder(self._embed(source), src_key_padding_mask=source == PAD)
+        return memory
+
+    def _decode(self, target: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+        length = target.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        states: Tensor = self.decoder(
+            self._embed(target),
+            memory,
+            tgt_mask=later,
+            tgt_key_padding_mask=target == PAD,
+            memory_key_padding_mask=padding,
+        )
+        return states
+
+    def _score(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.pieces.weight, self.bias)
+
+    def greedy(self, source: Tensor, limit: int) -> Tensor:
+        """The best piece at every place, one after the other, until all sentences have ended."""
+        memory, padding = self._encode(source), source == PAD
+        written = torch.full_like(source[:, :1], BEGIN)
+        ended = torch.zeros_like(written, dtype=torch.bool)
+        for _ in range(min(limit, LONGEST - 1)):
+            states = self._decode(written, memory, padding)
+            piece = self._score(states[:, -1:]).argmax(2).masked_fill(ended, END)
+            written = torch.cat([written, piece], dim=1)
+            ended = ended | (piece == END)
+            if bool(ended.all()):
+                break
+        return written[:, 1:]
+
+
+def _sinusoids(length: int, units: int) -> Tensor:
+    place = torch.arange(length).unsqueeze(1)
+    speed = torch.exp(torch.arange(0, units, 2) * (-torch.log(torch.tensor(10_000.0)) / units))
+    return torch.stack([torch.sin(place * speed), torch.cos(place * speed)], dim=2).flatten(1)
+
+
+VOCABULARY = 4000
+LONGEST_ANSWER = 60  # pieces; the longest reference of the test set has 48
+_BASE = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
+# The sums are those of the unpacked contents of the original files.
+_SUMS = {
+    "train.de": "2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72",
+    "train.en": "460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6",
+    "test_2016_flickr.de": "4be6b5b3236b79c25475c6bb829800a7ce559e9ba7a1f6c2394fe4d40be46d16",
+    "test_2016_flickr.en": "399a4382932c1aadd3ceb9bef1008d388a64c76d4ae4e9d4728c6f4301cac182",
+}
+
+
+def _need(module: str) -> Any:
+    """Import one of the two packages that only this recipe needs."""
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f"the translate recipes need {module}: install it with pip install 'thinwire[translate]'."
+        ) from error
+
+
+@dataclass(frozen=True)
+class SentencePairs:
+    """Pairs of sentences as pieces, and the references as text."""
+
+    sources: list[Tensor]
+    targets: list[Tensor]
+    references: list[str]
+    vocabulary: Any  # a sentencepiece.SentencePieceProcessor
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Padded sources, and padded targets with their begin and end marks."""
+        return (
+            pad_sequence([self.sources[i] for i in indices], batch_first=True, padding_value=PAD),
+            pad_sequence([self.targets[i] for i in indices], batch_first=True, padding_value=PAD),
+        )
+
+
+def learn_vocabulary(lines: Sequence[str]) -> Any:
+    """Byte-pair pieces of both languages; the same lines give the same pieces on every worker."""
+    pieces = _need("sentencepiece")
+    model = io.BytesIO()
+    try:
+        pieces.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=VOCABULARY,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            num_threads=1,
+            minloglevel=2,
+            pad_id=PAD,
+            unk_id=UNKNOWN,
+            bos_id=BEGIN,
+            eos_id=END,
+        )
+    except RuntimeError as error:
+        raise RecipeError(f"cannot learn word pieces from the training files ({error}).") from error
+    return pieces.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@cache
+def load(data_dir: Path | None) -> Splits:
+    """Read the training and test pairs from a folder, or download them to the cache."""
+
+    def lines(name: str) -> list[str]:
+        if data_dir is None:
+            asset = Asset(f"{name}.gz", (f"{_BASE}{name}.gz",), f"sha256:{_SUMS[name]}")
+            return read_lines(fetch(asset, cache_dir("multi30k")))
+        return read_lines(find_file(data_dir, name, subfolders=("multi30k",)))
+
+    def pairs(name: str) -> tuple[list[str], list[str]]:
+        german, english = lines(f"{name}.de"), lines(f"{name}.en")
+        if len(german) != len(english) or not german:
+            raise RecipeError(
+                f"{name}.de has {len(german):,} lines and {name}.en {len(english):,}: "
+                "one of them is truncated, get both again."
+            )
+        return german, english
+
+    train, test = pairs("train"), pairs("test_2016_flickr")
+    vocabulary = learn_vocabulary(train[0] + train[1])
+    return Splits(train=_encode(train, vocabulary), test=_encode(test, vocabulary))
+
+
+def _encode(pairs: tuple[list[str], list[str]], vocabulary: Any) -> SentencePairs:
+    sources, targets = (vocabulary.encode(side) for side in pairs)
+    longest = LONGEST - 2
+    return SentencePairs(
+        sources=[torch.tensor([*pieces[:longest], END]) for pieces in sources],
+        targets=[torch.tensor([BEGIN, *pieces[:longest], END]) for pieces in targets],
+        references=pairs[1],
+        vocabulary=vocabulary,
+    )
+
+
+def translation_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the next piece, padding left out."""
+    source, target = batch
+    given = target[:, :-1]
+    return nn.functional.cross_entropy(model(source, given), target[:, 1:][continued(given)])
+
+
+def translations(model: nn.Module, split: SentencePairs, samples: int) -> list[str]:
+    """The model's greedy translations of the first `samples` sentences, as text."""
+    assert isinstance(model, RecurrentTranslator | TransformerTranslator)
+    device = next(model.parameters()).device
+    # Sentences of one length together: little padding, few steps.
+    order = sorted(range(samples), key=lambda index: len(split.sources[index]))
+    texts = [""] * samples
+    for start in range(0, samples, 100):
+        chosen = order[start : start + 100]
+        answer = model.greedy(split.batch(chosen)[0].to(device), LONGEST_ANSWER).tolist()
+        for index, pieces in zip(chosen, answer, strict=True):
+            end = pieces.index(END) if END in pieces else len(pieces)
+            texts[index] = split.vocabulary.decode([piece for piece in pieces[:end] if piece != PAD])
+    return texts
+
+
+def bleu(model: nn.Module, split: Split, samples: int) -> float:
+    """BLEU of sacrebleu with its standard tokeniser, 0 to 100."""
+    assert isinstance(split, SentencePairs)
+    answers = translations(model, split, samples)
+    return float(_need("sacrebleu").corpus_bleu(answers, [split.references[:samples]]).score)
+
+
+def _recipe(name: str, description: str, model: Any, *, lr: float) -> Recipe:
+    return Recipe(
+        name,
+        description=description,
+        data="Multi30k German-English, 29,000 + 1,000 sentences, 1.2 MB",
+        model=model,
+        load=load,
+        loss=translation_loss,
+        score=bleu,
+        metric="bleu",
+        make_optimizer=adam,
+        defaults=Defaults(batch=32, lr=lr, momentum=0.9, epochs=10, target=30.0),
+    )
+
+
+def translate() -> Recipe:
+    """The GRU."""
+    description = "German to English with a GRU encoder-decoder and attention."
+    return _recipe("translate", description, lambda: RecurrentTranslator(VOCABULARY), lr=2e-3)
+
+
+def translate_layernorm() -> Recipe:
+    """The GRU with normalised gates."""
+    description = "German to English with a layer-normalised GRU encoder-decoder and attention."
+    return _recipe(
+        "translate-layernorm",
+        description,
+        lambda: RecurrentTranslator(VOCABULARY, normalised=True),
+        lr=2e-3,
+    )
+
+
+def translate_transformer() -> Recipe:
+    """The Transformer."""
+    description = "German to English with a small Transformer."
+    return _recipe("translate-transformer", description, lambda: TransformerTranslator(VOCABULARY), lr=1e-3)

@@ -1,0 +1,47 @@
+"""The command `thinwire report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    logs: Annotated[list[Path], typer.Argument(help="Event logs of one or more runs.", metavar="LOG...")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="The page's title.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures per method, for machines.")] = False,
+) -> None:
+    """Make one self-contained HTML page from event logs: plots, summary, command and machine."""
+    import json
+    from dataclasses import asdict
+
+    from thinwire.tools.events import read_log
+    from thinwire.tools.report.page import write_report
+    from thinwire.tools.report.summary import prepare, summarise
+
+    _check_output(output, logs)
+    runs = [read_log(path) for path in logs]
+    write_report(runs, output, title=title)
+    if as_json:
+        summaries = [asdict(summary) for summary in summarise(prepare(runs))]
+        typer.echo(json.dumps({"page": str(output), "methods": summaries}, allow_nan=False))
+    else:
+        typer.echo(f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e6:.1f} MB; open it in a browser.")
+
+
+def _check_output(output: Path, logs: list[Path]) -> None:
+    """Refuse to write over anything but a page: `report -o *.jsonl` would cost a log."""
+    if not output.exists():
+        return
+    if any(log.exists() and output.samefile(log) for log in logs):
+        raise ValueError(f"-o {output} is one of the logs: name the page to write")
+    if not output.is_file():
+        raise ValueError(f"-o {output} is no file: name the page to write")
+    try:
+        with output.open("rb") as file:
+            begin = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    except OSError as error:
+        raise ValueError(f"cannot read {output} ({error.strerror}), which is there already: name another") from error
+    if begin and not begin.startswith((b"<!doctype html", b"<html")):
+        raise ValueError(f"-o {output} exists and is no HTML page: remove it or name another")

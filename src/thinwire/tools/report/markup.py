@@ -1,0 +1,146 @@
+"""The page of a reproduced paper: its claims next to ours, what differs, figures and tables."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import LogError
+
+Row = Mapping[str, str]
+Pairs = Sequence[tuple[str, str]]
+
+
+# What each kind of page is called above its title; its template, script and style have the key as their name.
+BRANDS = {"page": "report", "advice": "advice", "gantt": "simulation", "scale": "scale", "study": "reproduces"}
+
+
+def fill(
+    name: str,
+    *,
+    title: str,
+    verdict: str,
+    facts: Pairs,
+    table: Sequence[Row],
+    runs: Pairs,
+    data: Mapping[str, Any],
+    more: Mapping[str, str] | None = None,
+) -> str:
+    """One self-contained page: the content `name`.html in the frame of all pages, with `name`.js and `name`_more.css.
+
+    `more` is markup by name.
+    """
+    from plotly.offline import get_plotlyjs
+
+    here = resources.files("thinwire.tools.report")
+
+    def read(*names: str) -> str:
+        files = (here / each for each in names)
+        return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+    parts = {
+        "BRAND": BRANDS[name],
+        "TITLE": escape(title),
+        "VERDICT": escape(verdict),
+        "FACTS": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts),
+        "TABLE": table_of(table),
+        "RUNS": "".join(f"<dt>{escape(k)}</dt><dd><pre>{escape(v)}</pre></dd>" for k, v in runs),
+        "STYLE": read("page.css", f"{name}_more.css"),
+        # A log is foreign text: without "<" it cannot end the script element that holds it.
+        "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+        "SCRIPT": read("plots.js", f"{name}.js"),
+        "PLOTLY": get_plotlyjs(),
+        **(more or {}),
+    }
+    parts["MAIN"] = _filled(read(f"{name}.html"), parts)
+    return _filled(read("frame.html"), parts)
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
+    pieces = template.split("@@")  # text and names take turns, so nothing inserted is searched again
+    return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def write_page(
+    path: Path,
+    name: str,
+    *,
+    title: str,
+    verdict: str,
+    facts: Mapping[str, str],
+    table: Sequence[Row],
+    made: Mapping[str, str],
+    data: Mapping[str, Any],
+) -> None:
+    """Write one self-contained page; `data` is what its script draws."""
+    listed, runs = list(facts.items()), list(made.items())
+    replace_file(path, fill(name, title=title, verdict=verdict, facts=listed, table=table, runs=runs, data=data))
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """Rows as an HTML table, the headings from the first."""
+    if not rows:
+        return ""
+    headings = list(rows[0])
+    head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in headings)
+    body = ""
+    for row in rows:
+        first, *rest = headings
+        cells = "".join(f'<td data-label="{escape(h)}">{escape(row.get(h, "–"))}</td>' for h in rest)
+        method = escape(row.get(first, ""))
+        body += f'<tr><th scope=row data-method="{method}">{method}</th>{cells}</tr>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the whole page or nothing."""
+    part = None
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as out:
+            part = Path(out.name)
+            out.write(text)
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except OSError as error:
+        raise LogError(f"cannot write the report {path} ({error.strerror}): choose another place.") from error
+    finally:  # after Ctrl-C too; once it has its name there is none
+        if part is not None:
+            part.unlink(missing_ok=True)
+
+
+def write_study_page(
+    path: Path,
+    *,
+    title: str,
+    verdict: str,
+    facts: Mapping[str, str],
+    claims: Sequence[Row],
+    notes: Sequence[str],
+    tables: Sequence[tuple[str, str, Sequence[Row]]],
+    figures: Sequence[Mapping[str, Any]],
+    made: Mapping[str, str],
+) -> None:
+    """Write one self-contained page; tables are (title, note, rows), figures are what study.js draws."""
+    page = fill(
+        "study",
+        title=title,
+        verdict=verdict,
+        facts=list(facts.items()),
+        table=claims,
+        runs=list(made.items()),
+        data={"figures": list(figures)},
+        more={
+            "NOTES": "".join(f"<li>{escape(note)}</li>" for note in notes),
+            "TABLES": "".join(_section(*table) for table in tables),
+        },
+    )
+    replace_file(path, page)
+
+
+def _section(title: str, note: str, rows: Sequence[Row]) -> str:
+    quiet = f'<p class="quiet">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{quiet}{table_of(rows)}</section>"

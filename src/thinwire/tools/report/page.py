@@ -1,0 +1,267 @@
+"""Write the page: text, table, figures and plotly.js in one HTML file that needs no network."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.tools.events import PHASES, Histogram, Run, RunLog
+from thinwire.tools.report.markup import Row, fill, replace_file
+from thinwire.tools.report.summary import (
+    MethodSummary,
+    by_method,
+    headline,
+    last_value,
+    phase_ms,
+    prepare,
+    reached,
+    settled,
+    show_metric,
+    summarise,
+    target_of,
+)
+
+LAYERS_SHOWN = 12
+DIAGNOSED = ("delta", "xi", "residual_ratio", "cosine", "age", "waited")
+
+
+def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """Everything that the page's script needs."""
+    run = logs[0].run
+    methods = list(by_method(logs))
+    scale = 100.0 if run.metric == "accuracy" else 1.0
+    goal, *others = dict.fromkeys(target_of(log.run) for log in logs)
+    return {
+        "methods": methods,
+        "metric": "accuracy (%)" if run.metric == "accuracy" else run.metric.upper(),
+        "percent": run.metric == "accuracy",
+        "target": None if goal is None or others else goal * scale,
+        "curves": [curve for log in logs for curve in _curves(log, scale)],
+        "phases": _phases(logs),
+        "bytes": _bytes(logs),
+        "layers": _layers(logs),
+        "loss": _loss(logs, scale),
+        "diagnoses": [_diagnosis(log) for log in logs if log.diagnoses],
+    }
+
+
+def _curves(log: RunLog, scale: float) -> list[dict[str, Any]]:
+    """One line per split: the metric over time and over passes, and where it met the target."""
+    curves = []
+    hit = reached(log)
+    for split in ("test", "train"):
+        points = [e for e in log.evals if e.split == split]
+        if not points:
+            continue
+        met = hit is not None and split == "test"
+        curves.append(
+            {
+                "method": log.run.method,
+                "seed": log.run.seed,
+                "split": split,
+                "wall": [round(e.wall, 3) for e in points],
+                "epoch": [round(e.epoch, 4) for e in points],
+                "value": [round(e.value * scale, 3) if math.isfinite(e.value) else None for e in points],
+                "met": points.index(hit) if met and hit is not None else None,
+            }
+        )
+    return curves
+
+
+def _phases(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """Milliseconds of each phase of a step, per method."""
+    means = {method: phase_ms(runs) for method, runs in by_method(logs).items()}
+    known = {method: values for method, values in means.items() if values is not None}
+    return {
+        "methods": list(known),
+        "series": [{"phase": phase, "ms": [round(values[phase], 3) for values in known.values()]} for phase in PHASES],
+    }
+
+
+def _bytes(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """Megabytes that a host sends in a step, per method, as in the table."""
+    sent = {s.method: s.bytes_per_host_step / 1e6 for s in summarise(logs) if s.bytes_per_host_step is not None}
+    return {"methods": list(sent), "mb": list(sent.values())}
+
+
+def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
+    """Per transport, over the links' loss: what a step waits, lost datagrams, the last value of the metric."""
+    ways: dict[str, list[RunLog]] = {}
+    for log in logs:
+        if log.run.transport:
+            ways.setdefault(log.run.transport, []).append(log)
+    if not any(log.run.packet_loss for log in logs):
+        return []
+    found = []
+    for way, runs in ways.items():
+        runs.sort(key=lambda log: log.run.packet_loss)
+        last = [last_value(log, "test") for log in runs]
+        found.append(
+            {
+                "transport": way,
+                "loss": [round(100 * log.run.packet_loss, 4) for log in runs],
+                "wait": [
+                    round(1e3 * sum(s.exchange for s in settled(log)) / max(len(settled(log)), 1), 3) for log in runs
+                ],
+                "value": [round(scale * v, 3) if v is not None and math.isfinite(v) else None for v in last],
+            }
+        )
+    return found
+
+
+def _layers(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """The last histogram of each layer and method; of many layers, the largest."""
+    latest: dict[str, dict[str, Histogram]] = {}
+    for log in logs:
+        for histogram in log.histograms:
+            of_layer = latest.setdefault(histogram.layer, {})
+            held = of_layer.get(log.run.method)
+            if held is None or histogram.step >= held.step:
+                of_layer[log.run.method] = histogram
+
+    def size(layer: str) -> int:
+        return max(sum(h.counts) + h.zeros for h in latest[layer].values())
+
+    shown = set(sorted(latest, key=size, reverse=True)[:LAYERS_SHOWN])
+    return {
+        "left_out": max(0, len(latest) - LAYERS_SHOWN),
+        "shown": [
+            {
+                "layer": layer,
+                "entries": size(layer),
+                "step": max(h.step for h in by.values()),
+                "series": [{"method": method, **_shares(h)} for method, h in by.items() if h.counts],
+            }
+            for layer, by in latest.items()
+            if layer in shown
+        ],
+    }
+
+
+def _diagnosis(log: RunLog) -> dict[str, Any]:
+    """One run's diagnoses, a list for each figure; what is not known is left out of the line."""
+
+    def known(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "method": log.run.method,
+        "seed": log.run.seed,
+        "step": [d.step for d in log.diagnoses],
+        **{name: [known(getattr(d, name)) for d in log.diagnoses] for name in DIAGNOSED},
+    }
+
+
+def _shares(histogram: Histogram) -> dict[str, Any]:
+    """The middle of each bin and the share of the layer's entries in it, in per cent."""
+    total = sum(histogram.counts) + histogram.zeros
+    pairs = zip(histogram.edges, histogram.edges[1:], strict=False)
+    return {
+        "x": [(low * high) ** 0.5 for low, high in pairs],
+        "share": [round(100 * count / total, 4) for count in histogram.counts],
+        "zeros": round(100 * histogram.zeros / total, 2),
+    }
+
+
+def write_report(
+    logs: Sequence[RunLog],
+    path: Path,
+    *,
+    title: str | None = None,
+    verdict: str | None = None,
+    table: Sequence[Row] | None = None,
+) -> None:
+    """Write one self-contained page about these runs.
+
+    `verdict` is the sentence under the title and `table` the rows of the summary, heading to text, with the
+    method under its first heading; both are computed from the logs where they are not given.
+    """
+    logs = prepare(logs, named=table is not None)
+    metric = logs[0].run.metric
+    summaries = summarise(logs)
+    page = fill(
+        "page",
+        title=title or _title(logs),
+        verdict=verdict or headline(summaries, metric=metric),
+        facts=_facts(logs),
+        table=summary_rows(summaries, metric=metric) if table is None else table,
+        runs=_runs(logs),
+        data=figures(logs),
+    )
+    replace_file(path, page)
+
+
+def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row]:
+    """The summary as text, one row per method."""
+
+    def number(value: float | None, form: str) -> str:
+        return "–" if value is None else form.format(value)
+
+    several = any(summary.runs > 1 for summary in summaries)
+    return [
+        {
+            "Method": s.method + (f" ({s.runs} run{'s' * (s.runs > 1)})" if several else ""),
+            "Step": number(s.step_ms, "{:,.0f} ms" if (s.step_ms or 0) >= 10 else "{:.1f} ms"),
+            "Sent per host and step": "–" if s.bytes_per_host_step is None else megabytes(s.bytes_per_host_step),
+            "Steps to target": number(s.steps_to_target, "{:,.0f}"),
+            "Time to target": number(s.seconds_to_target, "{:,.1f} s"),
+            "Speed-up": number(s.speedup, "{:.1f}×"),
+            f"Final train {metric}": show_metric(s.train, metric),
+            f"Final test {metric}": show_metric(s.test, metric),
+        }
+        for s in summaries
+    ]
+
+
+def megabytes(amount: float) -> str:
+    """Bytes as megabytes with three significant digits."""
+    mb = amount / 1e6
+    return f"{mb:.1f} MB" if mb >= 10 else f"{mb:.2f} MB" if mb >= 0.1 else f"{1000 * mb:.1f} kB"
+
+
+def _all(logs: Sequence[RunLog], word: Callable[[Run], str]) -> str:
+    """Every distinct value of a fact about the runs."""
+    return ", ".join(dict.fromkeys(word(log.run) for log in logs))
+
+
+def _title(logs: Sequence[RunLog]) -> str:
+    hosts, rates = _all(logs, lambda run: f"{run.workers}"), _all(logs, lambda run: run.rate)
+    return f"{_all(logs, lambda run: run.recipe)}: {hosts} hosts at {rates}"
+
+
+def _facts(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
+    seeds = sorted({log.run.seed for log in logs})
+    facts = [
+        ("recipe", _all(logs, lambda run: run.recipe)),
+        ("hosts", _all(logs, lambda run: f"{run.workers}")),
+        ("link", _all(logs, lambda run: run.rate)),
+        ("parameters", _all(logs, lambda run: f"{run.parameters:,}")),
+        ("batch", _all(logs, lambda run: f"{run.batch} × {run.workers}")),
+        ("seed" if len(seeds) == 1 else "seeds", ", ".join(map(str, seeds))),
+    ]
+    if any(log.run.transport for log in logs):
+        facts.append(("transport", _all(logs, lambda run: run.transport or "none")))
+    if any(log.run.packet_loss for log in logs):
+        facts.append(("packets lost", _all(logs, lambda run: f"{100 * run.packet_loss:.4g} %")))
+    if any(target_of(log.run) is not None for log in logs):
+        facts.append(("target", _all(logs, lambda run: show_metric(target_of(run), run.metric))))
+    return facts
+
+
+def _runs(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
+    """Each distinct fact about where the page comes from, once."""
+    ends = {"target": "reached the target", "max_steps": "all steps done"}
+    outcomes = [
+        f"{log.run.method}, seed {log.run.seed}: "
+        + (ends.get(log.end.reason, log.end.reason) if log.end else "no end record, the run may have died")
+        for log in logs
+    ]
+    labels = (
+        ("Command", dict.fromkeys(log.run.command for log in logs)),
+        ("Machine", dict.fromkeys(log.run.machine for log in logs)),
+        ("Version", dict.fromkeys(f"thinwire {log.run.version}" for log in logs if log.run.version)),
+        ("Date", dict.fromkeys(log.run.date for log in logs)),
+        ("Runs", dict.fromkeys(outcomes)),
+        ("Logs", dict.fromkeys(log.path.name for log in logs if log.path)),
+    )
+    return [(label, "\n".join(filter(None, values))) for label, values in labels if any(values)]

@@ -1,0 +1,251 @@
+"""Figures per method from event logs: step time, bytes, time to target, speed-up; medians over the runs.
+
+A race and a report compute them here, so that both say the same.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
+
+from thinwire.errors import LogError
+from thinwire.tools.events import PHASES, Eval, Run, RunLog, Step
+
+
+def prepare(logs: Sequence[RunLog], *, named: bool = False) -> list[RunLog]:
+    """The logs, checked, with methods' names that tell runs apart; LogError if they do not go into one report.
+
+    `named`: the names are their maker's and stay as they are.
+    """
+    if not logs:
+        raise LogError("a report needs at least one event log.")
+    for log in logs:
+        for field in _not_finite(log):
+            raise LogError(f"{_name(log)}: {field} is no finite number: the log is damaged, leave it out.")
+    metrics = dict.fromkeys(log.run.metric for log in logs)
+    if len(metrics) > 1:
+        raise LogError(f"the logs have different metrics ({', '.join(metrics)}): make a report of each.")
+    return list(logs) if named else told_apart(logs)
+
+
+def _name(log: RunLog) -> str:
+    return f"the log {log.path}" if log.path else f"the log of {log.run.method}, seed {log.run.seed}"
+
+
+def _not_finite(log: RunLog) -> Iterator[str]:
+    """Times and the target; a metric or a loss may diverge, and a run may have no target."""
+    if math.isinf(log.run.target):
+        yield "run.target"
+    for step in log.steps:
+        for name in ("epoch", "wall", *PHASES):
+            if not math.isfinite(getattr(step, name)):
+                yield f"step.{name} (step {step.step})"
+    for event in log.evals:
+        for name in ("epoch", "wall"):
+            if not math.isfinite(getattr(event, name)):
+                yield f"eval.{name} (step {event.step})"
+    for histogram in log.histograms:
+        if not all(map(math.isfinite, histogram.edges)):
+            yield f"histogram.edges (step {histogram.step})"
+
+
+def target_of(run: Run) -> float | None:
+    """What the run was to reach, if anything."""
+    return None if math.isnan(run.target) else run.target
+
+
+def _target(run: Run) -> str:
+    goal = target_of(run)
+    if goal is None:
+        return "no target"
+    return f"target {100 * goal:.4g} %" if run.metric == "accuracy" else f"target {goal:.4g}"
+
+
+# Of these, the words that differ between the logs follow a method's name. An empty word is left out.
+_WORDS: tuple[Callable[[Run], str], ...] = (
+    lambda run: run.recipe,
+    lambda run: f"{run.workers} workers",
+    lambda run: run.rate if run.rate != "none" else "no limit",
+    lambda run: f"batch {run.batch}",
+    lambda run: run.transport,
+    lambda run: f"{100 * run.packet_loss:.4g}% loss",
+    _target,
+)
+
+
+def setting(run: Run) -> tuple[str, ...]:
+    """All that must be equal for two methods to be compared."""
+    return tuple(word(run) for word in _WORDS)
+
+
+def told_apart(logs: Sequence[RunLog]) -> list[RunLog]:
+    """The logs; where they differ in recipe, network, batch, transport or target, a method's name says in what."""
+    telling = [word for word in _WORDS if len({word(log.run) for log in logs}) > 1]
+
+    def name(run: Run) -> str:
+        # Runs with a server are called "tcp 5%" or "bsp:topk1/topk1:udp-restore": that is said once.
+        said = run.method.replace(":", " ").split()
+        words = (word(run) for word in telling)
+        return ", ".join([run.method, *(word for word in words if word and word.removesuffix(" loss") not in said)])
+
+    return [replace(log, run=replace(log.run, method=name(log.run))) for log in logs]
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """What a method's runs amount to; None means that it is not known or was not reached."""
+
+    method: str
+    runs: int
+    target: float | None
+    baseline: str | None
+    step_ms: float | None
+    bytes_per_host_step: float | None
+    steps_to_target: float | None
+    seconds_to_target: float | None
+    speedup: float | None  # of the time to target, against the baseline
+    train: float | None  # the last value of the metric
+    test: float | None
+
+
+def by_method(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
+    """The runs of each method, in the order of their first log."""
+    groups: dict[str, list[RunLog]] = {}
+    for log in logs:
+        groups.setdefault(log.run.method, []).append(log)
+    return groups
+
+
+def baseline_of(run: Run, groups: Mapping[str, Sequence[RunLog]]) -> str | None:
+    """The method that a run is compared with: dense in the same setting, if there is one."""
+    dense = (name for name, logs in groups.items() if _is_dense(name) and setting(logs[0].run) == setting(run))
+    return next(dense, None)
+
+
+def _is_dense(method: str) -> bool:
+    return method.split(",")[0] == "dense"  # what tells runs apart follows a comma
+
+
+def settled(log: RunLog) -> list[Step]:
+    """The steps without the first, which pays for warming up, unless it is the only one."""
+    later = [step for step in log.steps if step.step > 1]
+    return later or log.steps
+
+
+def step_seconds(log: RunLog) -> float | None:
+    """The median time of a step; of a step's ranks the slowest counts, since all wait for it."""
+    slowest: dict[int, float] = {}
+    for step in settled(log):
+        slowest[step.step] = max(slowest.get(step.step, 0.0), step.seconds)
+    return median(slowest.values()) if slowest else None
+
+
+def phase_ms(logs: Sequence[RunLog]) -> dict[str, float] | None:
+    """Milliseconds of each phase: the median over a run's settled steps and ranks, and of those over the runs."""
+
+    def of(phase: str) -> float | None:
+        return _median(logs, lambda log: median(getattr(s, phase) for s in settled(log)) if log.steps else None)
+
+    found = {phase: 1000 * value for phase in PHASES if (value := of(phase)) is not None}
+    return found if len(found) == len(PHASES) else None
+
+
+def bytes_per_host_step(log: RunLog) -> float | None:
+    """Mean bytes that a host sends in a step."""
+    steps = settled(log)
+    return mean(step.bytes_sent for step in steps) if steps else None
+
+
+def reached(log: RunLog, target: float | None = None) -> Eval | None:
+    """The first evaluation on the test split at or above the target (the run's own by default)."""
+    goal = log.run.target if target is None else target
+    return next((e for e in log.evals if e.split == "test" and e.value >= goal), None)
+
+
+def last_value(log: RunLog, split: str) -> float | None:
+    """The last value of the metric on a split."""
+    values = [e.value for e in log.evals if e.split == split]
+    return values[-1] if values else None
+
+
+def _median(logs: Sequence[RunLog], figure: Callable[[RunLog], float | None]) -> float | None:
+    """The median over runs; a run without the figure, or with NaN, leaves the method without it."""
+    values = [value for log in logs if (value := figure(log)) is not None and math.isfinite(value)]
+    return median(values) if values and len(values) == len(logs) else None
+
+
+def summarise(logs: Sequence[RunLog], target: float | None = None) -> list[MethodSummary]:
+    """One summary per method, in the order of the logs."""
+    groups = by_method(logs)
+    if not groups:
+        return []
+
+    def seconds(log: RunLog) -> float | None:
+        hit = reached(log, target)
+        return hit.wall if hit else None
+
+    def steps(log: RunLog) -> float | None:
+        hit = reached(log, target)
+        return float(hit.step) if hit else None
+
+    summaries = []
+    for method, runs in groups.items():
+        base = baseline_of(runs[0].run, groups)
+        reference = None if base is None else _median(groups[base], seconds)
+        step, to_target = _median(runs, step_seconds), _median(runs, seconds)
+        summaries.append(
+            MethodSummary(
+                method=method,
+                runs=len(runs),
+                target=target_of(runs[0].run) if target is None else target,
+                baseline=base,
+                step_ms=None if step is None else 1000 * step,
+                bytes_per_host_step=_median(runs, bytes_per_host_step),
+                steps_to_target=_median(runs, steps),
+                seconds_to_target=to_target,
+                speedup=reference / to_target if reference is not None and to_target else None,
+                train=_median(runs, lambda log: last_value(log, "train")),
+                test=_median(runs, lambda log: last_value(log, "test")),
+            )
+        )
+    return summaries
+
+
+def headline(summaries: Sequence[MethodSummary], *, metric: str) -> str:
+    """One sentence that says what the runs showed, for a report whose maker gave none."""
+    if not summaries:
+        return "There are no runs."
+    targets = dict.fromkeys(s.target for s in summaries)
+    (target, *others) = targets
+    if others:
+        words = ", ".join("none" if goal is None else show_metric(goal, metric) for goal in targets)
+        return f"The runs had different targets ({words}), so their times to target are not compared."
+    if target is None:
+        fastest = min(summaries, key=lambda s: math.inf if s.step_ms is None else s.step_ms)
+        took = "" if fastest.step_ms is None else f"; {fastest.method} had the fastest step ({fastest.step_ms:.3g} ms)"
+        return f"The runs had no target to reach{took}."
+    goal = f"the target of {show_metric(target, metric)}"
+    arrived = [s for s in summaries if s.seconds_to_target is not None]
+    if not arrived:
+        return f"None of the {len(summaries)} methods reached {goal}."
+    return _winner(arrived, summaries, goal)
+
+
+def _winner(arrived: Sequence[MethodSummary], summaries: Sequence[MethodSummary], goal: str) -> str:
+    best = min(arrived, key=lambda s: s.seconds_to_target or 0.0)
+    first = f"{best.method} reached {goal} in {best.seconds_to_target:.3g} s"
+    base = next((s for s in summaries if s.method == best.baseline), None)
+    if base is None:
+        return f"{first}; there is no dense run to compare it with."
+    if best.method == base.method:
+        return f"{first}; no other method was faster."
+    if best.speedup is None:
+        return f"{first}; {base.method} did not reach it."
+    return f"{first}, {best.speedup:.1f} times sooner than {base.method} ({base.seconds_to_target:.3g} s)."
+
+
+def show_metric(value: float | None, metric: str) -> str:
+    """A metric as people write it: accuracy in per cent, others with one decimal."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{100 * value:.1f} %" if metric == "accuracy" else f"{value:.1f}"

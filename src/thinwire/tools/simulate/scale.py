@@ -1,0 +1,451 @@
+"""Scaling: from measurements and options to the curves, the checks and the page of `thinwire simulate scale`."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import thinwire
+from thinwire.tools.lab.units import format_rate, parse_rate
+from thinwire.tools.observe import describe_machine, now
+from thinwire.tools.race.advise import GOODPUT
+from thinwire.tools.report.markup import Row, write_page
+from thinwire.tools.report.page import megabytes
+from thinwire.tune.cost import Array
+
+# Bytes of headers that a frame has for every part that it is cut into: its own, and those of about ten tensors.
+PART = 350.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker has to do in a step. Seconds are of a processor that it has for itself."""
+
+    elements: int
+    frame: float  # bytes of a compressed gradient
+    compute: float  # seconds
+    encode: float = 0.0  # seconds to make a frame
+    decode: float = 0.0  # seconds to read one
+    per_byte: float = 0.5e-9  # seconds for each byte that goes through its sockets, either way
+    per_message: float = 20e-6  # seconds for each message that it sends
+    wire: float = 1.0  # what a link really takes for its bytes, in what its rate says
+    buckets: int = 1  # exchanges of a dense step, one after the other
+    overlap: float = 0.0  # share of the computing during which an exchange is under way
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Workers, one to a link; with `per_machine` several share a machine and its bus, and the first has the link."""
+
+    rate: float  # bits a second, either way, headers taken off; the harmonic mean where links differ
+    latency: float = 0.0  # seconds from one worker to another
+    stragglers: float = 0.0  # standard deviation of computing times between workers, as a share of their mean
+    rate_spread: float = 0.0  # the same for the time that a byte takes on the workers' links
+    per_machine: int = 8  # of the hierarchical exchange
+    bus: float = 100e9  # bits a second within a machine
+    cores: int | None = None  # that all workers share, as emulated hosts do; None: everybody has its own
+    switching: float = 0.0  # seconds that a message waits for its receiver's turn on a core
+
+    def __post_init__(self) -> None:
+        if not (self.rate > 0.0 and self.bus > 0.0 and self.latency >= 0.0):
+            raise ValueError("a rate is above 0 and a latency at least 0")
+        if not (0.0 <= self.stragglers <= 5.0 and 0.0 <= self.rate_spread <= 5.0):
+            raise ValueError("a spread is a share of the mean from 0 to 5, such as 0.2")
+
+    def share(self, workers: int) -> float:
+        """How much longer computing takes because cores are shared."""
+        return max(1.0, workers / self.cores) if self.cores else 1.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one step of an exchange asks for."""
+
+    busiest: float  # bytes on the busiest link, one way
+    sent: float  # bytes that a worker sends
+    rounds: float  # hops that follow one another
+    messages: float  # that a worker sends
+    encodes: float = 0.0  # frames that are made, one after the other
+    decodes: float = 0.0  # frames that are read, one after the other
+    inside: float = 0.0  # bytes over a machine's bus
+
+
+def star(n: int, task: Task, cluster: Cluster) -> Traffic:
+    """A parameter server with a link like the workers': frames both ways, all of them over that link."""
+    return Traffic(2.0 * n * task.frame, task.frame, 2.0, 1.0, encodes=2.0, decodes=n + 1.0)
+
+
+def ring(n: int, task: Task, cluster: Cluster) -> Traffic:
+    """DDP's all-reduce of the whole gradient."""
+    volume, rounds = 2.0 * 4.0 * task.elements * (n - 1) / n, 2.0 * (n - 1) * task.buckets
+    return Traffic(volume, volume, rounds, rounds)
+
+
+def gather(n: int, task: Task, cluster: Cluster) -> Traffic:
+    """Everybody's frame to everybody."""
+    volume = (n - 1) * task.frame
+    return Traffic(volume, volume, 1.0, n - 1.0, encodes=1.0, decodes=float(n))
+
+
+def scatter_reduce(n: int, task: Task, cluster: Cluster) -> Traffic:
+    """Parts of a frame to their owners, and the owners' results to everybody."""
+    # The owners keep so much of the sums that both rounds are two frames together, if there is so much to keep.
+    results = min((2.0 * n / (n - 1) - 1.0) / n, 1.0)
+    volume = (n - 1) * (task.frame / n + task.frame * results + 2.0 * PART)
+    return Traffic(volume, volume, 2.0, 2.0 * (n - 1), encodes=2.0, decodes=2.0)
+
+
+def hierarchical(n: int, task: Task, cluster: Cluster) -> Traffic:
+    """Dense within a machine, a gather of frames between the machines' first workers."""
+    within, machines = min(n, cluster.per_machine), max(1, math.ceil(n / cluster.per_machine))
+    between = gather(machines, task, cluster)
+    inside = 2.0 * 4.0 * task.elements if within > 1 else 0.0
+    per_worker = between.sent * machines / n
+    hops = 2.0 * math.ceil(math.log2(within)) if within > 1 else 0.0
+    return Traffic(
+        between.busiest,
+        per_worker,
+        between.rounds if machines > 1 else 0.0,
+        between.messages + hops,
+        between.encodes,
+        between.decodes,
+        inside,
+    )
+
+
+EXCHANGES: dict[str, Callable[[int, Task, Cluster], Traffic]] = {
+    "star": star,
+    "ring": ring,
+    "gather": gather,
+    "scatter-reduce": scatter_reduce,
+    "hierarchical": hierarchical,
+}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One exchange with so many workers."""
+
+    exchange: str
+    workers: int
+    seconds: float
+    sent: float  # bytes per worker and step
+    efficiency: float  # computing of one worker alone, as a share of the step
+
+
+def predict(exchange: str, workers: int, task: Task, cluster: Cluster) -> Scaled:
+    """A step with one exchange; `none` is a step without any."""
+    share = cluster.share(workers)
+    computing = task.compute * share * slowest(workers, cluster.stragglers)
+    if exchange == "none":
+        return Scaled(exchange, workers, computing, 0.0, 1.0 / slowest(workers, cluster.stragglers))
+    traffic = EXCHANGES[exchange](workers, task, cluster)
+    spent = (
+        traffic.encodes * task.encode
+        + traffic.decodes * task.decode
+        + 2.0 * traffic.sent * task.per_byte
+        + traffic.messages * (task.per_message + cluster.switching)
+    )
+    wire = task.wire * on_wire(traffic, workers, cluster)
+    exchanging = wire + traffic.rounds * cluster.latency + 8.0 * traffic.inside / cluster.bus + spent * share
+    seconds = computing + max(exchanging - task.overlap * task.compute * share, 0.0)
+    return Scaled(exchange, workers, seconds, traffic.sent, task.compute * share / max(seconds, 1e-12))
+
+
+def on_wire(traffic: Traffic, workers: int, cluster: Cluster) -> float:
+    """Seconds that the busiest link takes, by its rate."""
+    return 8.0 * traffic.busiest / cluster.rate * slowest(workers, cluster.rate_spread)
+
+
+@lru_cache(maxsize=4096)
+def slowest(n: int, spread: float) -> float:
+    """The expected maximum of n times whose mean is 1 and whose standard deviation is `spread`, by a log-normal law."""
+    if n <= 1 or spread == 0.0:
+        return 1.0
+    sigma = math.sqrt(math.log1p(spread * spread))
+    z = np.linspace(-9.0, 9.0 + sigma, 20001)
+    below = 0.5 * (1.0 + np.vectorize(math.erf)(z / math.sqrt(2.0)))
+    times = np.exp(sigma * z - 0.5 * sigma * sigma)
+    # The mean of the law of the maximum, whose distribution is that of one to the n-th power.
+    return float(np.sum(0.5 * (times[1:] + times[:-1]) * np.diff(below**n)))
+
+
+# What is fitted, in the order of the columns.
+_FITTED = ("compute", "per_byte", "switching", "wire")
+_OVERLAPS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step that was measured; the exchange `none` stands for a step without any."""
+
+    exchange: str
+    workers: int
+    rate: float  # bits a second
+    seconds: float
+    sent: float  # bytes per worker
+    codec: float = 0.0  # seconds of processor time for encoding and decoding
+
+
+def calibrated(points: Sequence[Point], task: Task, cluster: Cluster) -> tuple[Task, Cluster]:
+    """Task and cluster with their times as the points have them; ValueError where they tell too little."""
+    if not any(p.exchange == "none" for p in points) or len(points) < 2:
+        raise ValueError("to calibrate, measurements must have a step without exchange and at least one with")
+    frames = [p.sent / (p.workers - 1) for p in points if p.exchange == "gather"]
+    known = _with_codec(points, replace(task, frame=float(np.median(frames))) if frames else task, cluster)
+    fits = [_fit(points, replace(known, overlap=overlap), cluster) for overlap in _OVERLAPS]
+    return min(fits, key=lambda fit: max(abs(off(p, *fit)) for p in points))
+
+
+def off(point: Point, task: Task, cluster: Cluster) -> float:
+    """By what share of itself a measured step is missed."""
+    return predict(point.exchange, point.workers, task, at(cluster, point)).seconds / point.seconds - 1.0
+
+
+def at(cluster: Cluster, point: Point) -> Cluster:
+    """The cluster with the rate that a point was measured at."""
+    return replace(cluster, rate=point.rate)
+
+
+def _fit(points: Sequence[Point], task: Task, cluster: Cluster) -> tuple[Task, Cluster]:
+    """Columns are what one unit of each unknown adds to a step; what is known is taken off first."""
+    empty, still = _with(task, cluster, [0.0] * len(_FITTED))
+    columns = np.array([[_unit(p, empty, name, still) for name in _FITTED] for p in points])
+    fixed = np.array([predict(p.exchange, p.workers, empty, at(still, p)).seconds for p in points])
+    measured = np.array([p.seconds for p in points])
+    solution = _least_squares(columns / measured[:, None], (measured - fixed) / measured)
+    return _with(task, cluster, solution.tolist())
+
+
+def _with(task: Task, cluster: Cluster, values: Sequence[float]) -> tuple[Task, Cluster]:
+    compute, per_byte, switching, wire = values
+    return replace(task, compute=compute, per_byte=per_byte, wire=wire), replace(cluster, switching=switching)
+
+
+def _with_codec(points: Sequence[Point], task: Task, cluster: Cluster) -> Task:
+    """What it takes to make and to read a frame, from the processor time that exchanges used for that."""
+    timed = [(EXCHANGES[p.exchange](p.workers, task, cluster), p.codec) for p in points if p.codec > 0.0]
+    if not timed:
+        return task
+    columns = np.array([[traffic.encodes, traffic.decodes] for traffic, _ in timed])
+    taken = np.array([seconds for _, seconds in timed])
+    encode, decode = _least_squares(columns / taken[:, None], np.ones(len(taken)))
+    return replace(task, encode=float(encode), decode=float(decode))
+
+
+def _unit(point: Point, task: Task, name: str, cluster: Cluster) -> float:
+    """Seconds of a step for one second of an unknown."""
+    if point.exchange == "none" and name != "compute":
+        return 0.0
+    place = at(cluster, point)
+    share = place.share(point.workers)
+    if name == "compute":
+        hidden = 0.0 if point.exchange == "none" else task.overlap
+        return predict("none", point.workers, replace(task, compute=1.0), place).seconds - hidden * share
+    traffic = EXCHANGES[point.exchange](point.workers, task, place)
+    if name == "wire":
+        return on_wire(traffic, point.workers, place)
+    return share * (2.0 * traffic.sent if name == "per_byte" else traffic.messages)
+
+
+def _least_squares(columns: Array, wanted: Array) -> Array:
+    """Unknowns that come out negative are zero, and the others are found without them."""
+    used = [i for i in range(columns.shape[1]) if np.any(columns[:, i])]
+    solution = np.zeros(columns.shape[1])
+    while used:
+        scale = np.abs(columns[:, used]).max(axis=0)
+        part, *_ = np.linalg.lstsq(columns[:, used] / scale, wanted, rcond=None)
+        worst = int(np.argmin(part))
+        if part[worst] >= 0.0:
+            solution[used] = part / scale
+            break
+        del used[worst]
+    return solution
+
+
+# By the beginning of what `thinwire bench ddp` says of a row's exchange.
+_MEASURED = {"Gather": "gather", "ScatterReduce": "scatter-reduce", "Hierarchical": "hierarchical"}
+
+
+def read_points(path: Path) -> list[Point]:
+    """The steps in a file of `thinwire bench ddp --json`; methods that the model does not know are left out."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        hosts, rate, rows = int(found["hosts"]), parse_rate(found["rate"]), found["rows"]
+        idle = next(float(row["bytes_sent"]) for row in rows if row["name"] == "infinite")
+        points = [
+            # What a step without exchange sends (barriers, DDP's own) is no exchange's.
+            Point(
+                exchange,
+                hosts,
+                GOODPUT * (rate or 0),
+                float(row["step_ms"]) / 1e3,
+                max(float(row["bytes_sent"]) - idle, 0.0),
+                float(row["hook_cpu_ms"]) / 1e3,
+            )
+            for row in rows
+            if (exchange := _exchange(row))
+        ]
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
+        raise ValueError(f"{path} is not a file of thinwire bench ddp --json ({error!r})") from error
+    if rate is None:
+        raise ValueError(f"{path} was measured without a limit: give measurements at a rate")
+    return points
+
+
+def _exchange(row: dict[str, Any]) -> str:
+    known = {"infinite": "none", "dense": "ring"}
+    return known.get(row["name"], _MEASURED.get(str(row["exchange"]).partition("(")[0], ""))
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The prediction, and how it compares with what was measured on hosts that share `lab.cores`."""
+
+    task: Task
+    cluster: Cluster
+    exchanges: tuple[str, ...]
+    workers: tuple[int, ...]
+    points: tuple[Point, ...]
+    lab: Cluster
+    command: str
+
+    def curve(self, exchange: str) -> list[Scaled]:
+        return [predict(exchange, n, self.task, self.cluster) for n in self.workers]
+
+    def fastest(self) -> list[tuple[str, int]]:
+        """Which exchange is the fastest up to which number of workers."""
+        best = [min(self.exchanges, key=lambda e: predict(e, n, self.task, self.cluster).seconds) for n in self.workers]
+        found = []
+        for exchange, group in groupby(zip(best, self.workers, strict=True), key=lambda pair: pair[0]):
+            found.append((exchange, [n for _, n in group][-1]))
+        return found
+
+    def verdict(self) -> str:
+        """Who is fastest where, and how far the model is from what was measured."""
+        parts = self.fastest()
+        words = ", then ".join(f"{e} up to {n:,}" for e, n in parts[:-1])
+        last, most = parts[-1]
+        end = predict(last, most, self.task, self.cluster)
+        said = (f"The fastest is {words} workers, then {last}" if words else f"{last.capitalize()} is the fastest") + (
+            f"; with {most:,} workers a step takes {_ms(end.seconds)}, of which {end.efficiency:.0%} is computing."
+        )
+        if any(exchange == "hierarchical" for exchange, _ in parts):
+            bus = format_rate(round(self.cluster.bus))
+            said += f" Hierarchical has {self.cluster.per_machine} workers in each machine, on a bus of {bus}."
+        if self.points:
+            errors = [abs(off(p, self.task, self.lab)) for p in self.points]
+            inside = sum(error <= 0.2 for error in errors)
+            said += f" {inside} of {len(errors)} measured steps are within 20 %, the worst is {max(errors):.0%} off."
+        return said
+
+    def checks(self) -> list[dict[str, Any]]:
+        """Every measured step and what the model says."""
+        return [
+            {
+                "exchange": p.exchange,
+                "workers": p.workers,
+                "rate": format_rate(round(p.rate / GOODPUT)),
+                "measured_ms": 1e3 * p.seconds,
+                "predicted_ms": 1e3 * predict(p.exchange, p.workers, self.task, at(self.lab, p)).seconds,
+                "off": off(p, self.task, self.lab),
+                "sent": p.sent,
+                "predicted_sent": predict(p.exchange, p.workers, self.task, at(self.lab, p)).sent,
+            }
+            for p in sorted(self.points, key=lambda p: (p.rate, p.workers))
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Under the names that machines rely on."""
+        return {
+            "task": asdict(self.task),
+            "cluster": asdict(self.cluster),
+            "curves": {e: [asdict(s) for s in self.curve(e)] for e in self.exchanges},
+            "fastest": [{"exchange": e, "up_to": n} for e, n in self.fastest()],
+            "measured": self.checks(),
+            "verdict": self.verdict(),
+            "version": thinwire.__version__,
+            "command": self.command,
+        }
+
+    def rows(self) -> list[Row]:
+        """A line for each exchange: the step with some numbers of workers."""
+        shown = _some(self.workers, 6)
+        table: list[Row] = []
+        for exchange in self.exchanges:
+            curve = {s.workers: s for s in self.curve(exchange)}
+            half = [n for n, s in curve.items() if s.efficiency >= 0.5]
+            row = {"Exchange": exchange, **{f"{n:,} workers": _ms(curve[n].seconds) for n in shown}}
+            row["Sent at most"] = megabytes(max(s.sent for s in curve.values()))
+            row["Half efficient up to"] = f"{max(half):,}" if half else "–"
+            table.append(row)
+        return table
+
+    def page(self, path: Path) -> None:
+        """Write the page."""
+        task, cluster = self.task, self.cluster
+        write_page(
+            path,
+            "scale",
+            title=f"{task.elements:,} parameters at {format_rate(round(cluster.rate / GOODPUT))}",
+            verdict=self.verdict(),
+            facts={
+                "parameters": f"{task.elements:,}",
+                "frame": megabytes(task.frame),
+                "computing": _ms(task.compute),
+                "latency": f"{1e3 * cluster.latency:.3g} ms",
+                "stragglers": f"±{cluster.stragglers:.0%}",
+                "links": f"±{cluster.rate_spread:.0%}",
+            },
+            table=self.rows(),
+            made={
+                "Command": self.command,
+                "Machine": describe_machine(),
+                "Version": f"thinwire {thinwire.__version__}",
+                "Date": now(),
+            },
+            data={"workers": self.workers, "curves": self._drawn(), "lab": self._lab(), "cores": self.lab.cores},
+        )
+
+    def _drawn(self) -> dict[str, dict[str, list[float]]]:
+        curves = {e: self.curve(e) for e in self.exchanges}
+        return {
+            e: {
+                "ms": [1e3 * s.seconds for s in curve],
+                "mb": [s.sent / 1e6 for s in curve],
+                "efficiency": [100.0 * s.efficiency for s in curve],
+            }
+            for e, curve in curves.items()
+        }
+
+    def _lab(self) -> list[dict[str, Any]]:
+        """For each rate that was measured: curves with shared cores, and the points."""
+        checks, figures = self.checks(), []
+        for rate in dict.fromkeys(check["rate"] for check in checks):
+            here = [check for check in checks if check["rate"] == rate]
+            cluster = at(self.lab, next(p for p in self.points if format_rate(round(p.rate / GOODPUT)) == rate))
+            most = max(check["workers"] for check in here)
+            workers = sorted({n for n in range(2, 2 * most) if n <= 32 or n % 8 == 0})
+            names = list(dict.fromkeys(check["exchange"] for check in here))
+            curves = {e: [1e3 * predict(e, n, self.task, cluster).seconds for n in workers] for e in names}
+            figures.append({"rate": rate, "workers": workers, "curves": curves, "points": here})
+        return figures
+
+
+def _some(workers: Sequence[int], most: int) -> list[int]:
+    """A few of many, the first and the last among them."""
+    if len(workers) <= most:
+        return list(workers)
+    return [workers[round(i * (len(workers) - 1) / (most - 1))] for i in range(most)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"

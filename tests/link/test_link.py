@@ -1,0 +1,212 @@
+"""The life of a link: what attach refuses, what a link says, and how the model goes back to plain DDP."""
+
+import gc
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire as tw
+from tests.cluster import Cluster
+from tests.link import jobs
+from thinwire.codec.encode import encode_parts
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What attach says to what cannot work."""
+    hooked, attached, frozen_later = jobs.make(), jobs.make(), jobs.make()
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    tw.attach(attached)
+    frozen_later.module.layers[0].requires_grad_(False)
+    fsdp = type("FullyShardedDataParallel", (nn.Module,), {})()
+    cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "bare": (nn.Linear(2, 2), {}),
+        "fsdp": (fsdp, {}),
+        "hooked": (hooked, {}),
+        "twice": (attached, {}),
+        "frozen": (frozen_later, {}),
+        "sparse": (DDP(nn.Embedding(10, 4, sparse=True)), {}),
+        "double": (DDP(nn.Linear(2, 2).double()), {}),
+        "preset": (jobs.make(), {"codec": "topkk"}),
+        "density": (jobs.make(), {"codec": 1.5}),
+        "exchange": (jobs.make(), {"exchange": "ring"}),
+        "machines": (jobs.make(), {"exchange": tw.Hierarchical(per_machine=3)}),
+        "timeout": (jobs.make(), {"timeout": 0.0}),
+        "nothing": (jobs.make(), {"codec": None}),
+        "optimizer": (jobs.make(), {"optimizer": "sgd"}),
+        "scaler": (jobs.make(), {"scaler": 3}),
+    }
+    seen = {}
+    for name, (model, options) in cases.items():
+        try:
+            tw.attach(model, **options)
+        except (TypeError, ValueError, tw.LinkError) as error:
+            seen[name] = str(error)
+    return seen
+
+
+def test_what_cannot_work_raises_at_attach_with_the_reason(cluster: Cluster) -> None:
+    expected = {
+        "bare": "not Linear: wrap it as DDP",
+        "fsdp": "shards parameters and gradients",
+        "hooked": "has a communication hook already",
+        "twice": "attached already; call detach",
+        "frozen": "DDP was made for 8 parameters and 6 require gradients now",
+        "sparse": "use sparse=False",
+        "double": "weight is torch.float64",
+        "preset": "no preset is called 'topkk'; there are percentile90",
+        "density": "a density must lie in (0, 1], not 1.5",
+        "exchange": "no exchange is called 'ring'; there are dense, gather, scatter-reduce",
+        "machines": "2 is not 3 x n",
+        "timeout": "timeout is a number of seconds above 0",
+        "nothing": "a codec is a Codec, a selection, a density or a preset's name, not None",
+        "optimizer": "optimizer is a torch.optim.Optimizer, not 'sgd'",
+        "scaler": "scaler is a GradScaler, not 3",
+    }
+    for seen in cluster.run(refusals, 2):
+        assert seen.keys() == expected.keys()
+        for name, part in expected.items():
+            assert part in seen[name], seen[name]
+
+
+def momentum_warnings(rank: int) -> list[int]:
+    counts = []
+    makers: list[Any] = [lambda p: torch.optim.SGD(p, momentum=0.9), torch.optim.Adam, torch.optim.SGD]
+    for make in makers:
+        model = jobs.make()
+        made = make(model.parameters())
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            tw.attach(model, "dgc", optimizer=made)
+        counts.append(len([w for w in seen if "use SGD with momentum=0" in str(w.message)]))
+    return counts
+
+
+def test_momentum_twice_is_warned_of(cluster: Cluster) -> None:
+    assert cluster.run(momentum_warnings, 1) == [[1, 1, 0]]
+
+
+def detached(rank: int, world: int) -> tuple[bool, bool, bool]:
+    """Attach for some steps, then compare with a plain DDP that starts from the same parameters."""
+    model = jobs.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    jobs.train(model, rank, range(2), optimizer)
+    with tw.attach(model, 0.05) as link:
+        jobs.train(model, rank, range(2, 5), optimizer)
+    saved = link.state_dict()
+    plain = jobs.make()
+    plain.load_state_dict(model.state_dict())
+    jobs.train(plain, rank, range(1), torch.optim.SGD(plain.parameters(), lr=0.0))  # rebuilds its buckets
+    jobs.train(plain, rank, range(5, 9), torch.optim.SGD(plain.parameters(), lr=0.1))
+    jobs.train(model, rank, range(5, 9), optimizer)
+    same = jobs.digest(model) == jobs.digest(plain)
+    again = tw.attach(model, 0.05)
+    again.load_state_dict(saved)
+    link.detach()  # an old link's detach does not touch the new one
+    jobs.train(model, rank, range(9, 11), optimizer)
+    return same, again.step == 5, link.step == 3
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_detach_gives_back_plain_ddp_bit_for_bit(cluster: Cluster, world: int) -> None:
+    assert cluster.run(detached, world, world) == [(True, True, True)] * world
+
+
+def watched(rank: int, exchange: str) -> dict[str, Any]:
+    model = jobs.make()
+    link = tw.attach(model, tw.Codec(tw.TopK(0.02, exact=True)), exchange=exchange)
+    jobs.train(model, rank, range(6), torch.optim.SGD(model.parameters(), lr=0.1))
+    stats = link.stats()
+    assert "parameters, Codec(TopK(density=0.02" in repr(link)
+    assert f"rank {rank} of 2, step 6)" in repr(link)
+    if exchange != "dense":
+        before = link.codec.residuals("layers.2.weight")["residual"].clone()
+        link.rescale(0.5)
+        assert torch.equal(link.codec.residuals("layers.2.weight")["residual"], before * 0.5)
+    return dict(stats)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", "dense"])
+def test_stats(cluster: Cluster, exchange: str) -> None:
+    sizes = {name: p.numel() for name, p in jobs.Net().named_parameters()}
+    for stats in cluster.run(watched, 2, exchange):
+        last = stats["last_step"]
+        assert (stats["steps"], stats["skipped"]) == (6, 0)
+        assert 0 < last["bytes_sent"] < stats["bytes_sent"]
+        assert last["bytes_received"] > 0
+        assert stats["elements"] == 6 * sum(sizes.values())
+        assert last["entries"] == sum(stats["per_parameter"].values())
+        assert stats["per_parameter"].keys() == sizes.keys()
+        if exchange != "dense":
+            assert stats["per_parameter"]["layers.2.weight"] == round(0.02 * 9216)
+            assert stats["per_parameter"]["layers.2.bias"] == 96  # small ones travel whole
+            assert 0.02 < stats["density"] < 0.05
+            assert stats["compress"] > 0 < stats["decode"]
+            assert last["bytes_sent"] < 0.1 * 4 * sum(sizes.values())
+        assert stats["exchange"] > 0
+
+
+def collected(rank: int) -> tuple[bool, bool]:
+    """A link that nobody holds any more is freed, and its thread ends."""
+    before = threading.active_count()
+    model = jobs.make()
+    link = tw.attach(model, 0.05)
+    jobs.train(model, rank, range(2), torch.optim.SGD(model.parameters(), lr=0.1))
+    link.detach()
+    gone = weakref.ref(link)
+    del link
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "thinwire-link" and gone() is None:
+            thread.join(0.2)
+    return gone() is None, threading.active_count() <= before
+
+
+def test_a_forgotten_link_is_freed(cluster: Cluster) -> None:
+    assert all(freed for freed, _ in cluster.run(collected, 2))
+
+
+def logged(rank: int, world: int) -> str:
+    import logging
+
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("thinwire")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    link = tw.attach(jobs.make(), 0.01)
+    logger.removeHandler(handler)
+    assert seen == ([] if rank else [f"{link!r} attached; {link.why}"])
+    return str(link.why)
+
+
+def test_the_choice_of_exchange_is_said(cluster: Cluster) -> None:
+    assert all(why.startswith("gather: ") for why in cluster.run(logged, 2, 2))
+
+
+def steps_without_the_single_call(rank: int, codec: str | float) -> int:
+    """How many buckets were encoded step by step, instead of by one call of the kernels."""
+    called = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        called.append(1)
+        return encode_parts(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thinwire.exchange.gather.encode_parts", counted)
+        model = jobs.make(buckets=3)
+        with tw.attach(model, codec, exchange="gather"):
+            jobs.train(model, rank, range(5), torch.optim.SGD(model.parameters(), lr=0.1))
+    return len(called)
+
+
+def test_buckets_that_stay_in_place_take_one_call(cluster: Cluster) -> None:
+    assert cluster.run(steps_without_the_single_call, 2, 0.05) == [0, 0]
+    assert min(cluster.run(steps_without_the_single_call, 2, "percentile90")) > 0

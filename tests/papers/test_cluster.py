@@ -1,0 +1,195 @@
+"""The simulated cluster: the same numbers as real workers, and as itself after an interruption."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from papers.cluster import Cluster, Diverged, Gradients, Setting, drawn
+from papers.labs import Bed, end_to_end
+from papers.runs import Curve, Goal, Probing, Simulation
+from torch import Tensor, nn
+
+from thinwire.codec.codec import Codec
+from thinwire.tools.recipes import get_recipe
+from thinwire.tune.presets import codec_for
+
+WORKERS, BATCH, LR = 3, 8, 0.05
+
+
+def cluster(codec: Codec | None, *, dense_steps: int = 0) -> Cluster:
+    recipe = get_recipe("digits")
+    return Cluster(recipe, recipe.load(None).train, Setting(WORKERS, BATCH, LR, 0.0, codec, dense_steps))
+
+
+def parameters(of: Cluster) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in of.model.parameters()])
+
+
+def test_dense_equals_a_mean_over_workers() -> None:
+    one, other = cluster(None), cluster(None)
+    for _ in range(3):
+        found = [other.gradients([worker])[1] for worker in range(WORKERS)]
+        for name, parameter in other.model.named_parameters():
+            parameter.grad = torch.stack([gradients[name] for gradients in found]).mean(0)
+        other.optimizer.step()
+        other.done += 1
+        one.step()
+    torch.testing.assert_close(parameters(one), parameters(other))
+
+
+def test_everything_sent_equals_dense() -> None:
+    dense, sparse = cluster(None), cluster(Codec(1.0, codec_for("percentile90").values))
+    for _ in range(3):
+        assert dense.step().density == 1.0
+        assert sparse.step().density > 0.2  # zeros never travel
+    torch.testing.assert_close(parameters(dense), parameters(sparse), rtol=1e-4, atol=1e-6)
+
+
+def test_the_first_steps_may_be_dense() -> None:
+    run = cluster(codec_for("topk1"), dense_steps=2)
+    assert [run.step().density == 1.0 for _ in range(3)] == [True, True, False]
+
+
+def test_a_probe_changes_nothing() -> None:
+    one, other, seen = cluster(codec_for("topk1")), cluster(codec_for("topk1")), []
+
+    def probe(gradients: list[Gradients], codecs: list[Codec]) -> None:
+        seen.append(len(gradients))
+
+    for _ in range(3):
+        assert one.step() == other.step(probe)
+    assert seen == [WORKERS] * 3
+    assert torch.equal(parameters(one), parameters(other))
+
+
+def test_a_rate_that_is_too_high_is_told() -> None:
+    run = cluster(codec_for("topk1"))
+    run.optimizer.param_groups[0]["lr"] = 1e30
+    with pytest.raises(Diverged, match="rate is too high"):
+        for _ in range(5):
+            run.step()
+
+
+@pytest.mark.parametrize("codec", [None, codec_for("topk1")], ids=str)
+def test_a_run_that_diverges_ends_and_says_so(codec: Codec | None, tmp_path: Path) -> None:
+    wild = simulation(codec)
+    curve = replace(wild, setting=replace(wild.setting, lr=1e30)).run(tmp_path)
+    assert curve.diverged is not None and curve.reached is None
+    assert len(curve.step) == len(curve.test) == len(curve.objective) == len(curve.loss) >= 1
+    assert json.loads((tmp_path / "run.json").read_text())["curve"]["diverged"] == curve.diverged
+
+
+def simulation(codec: Codec | None, steps: int = 12) -> Simulation:
+    recipe = get_recipe("digits")
+    goal = Goal(steps, 3, train_samples=100, test_samples=100, objective_samples=50)
+    return Simulation("run", recipe, recipe.load(None), Setting(WORKERS, BATCH, LR, 0.0, codec), goal)
+
+
+def figures(curve: Curve) -> dict[str, object]:
+    return {key: value for key, value in vars(curve).items() if key != "seconds"}
+
+
+def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("papers.runs.SAVE_SECONDS", 0.0)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    expected = simulation(codec_for("topk1")).run(whole)
+
+    def interrupt(curve: Curve, step: int) -> None:
+        if step == 9:  # the checkpoint is of step 8, between two evaluations
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulation(codec_for("topk1")).run(parts, interrupt)
+    steps: list[int] = []
+    resumed = simulation(codec_for("topk1")).run(parts, lambda curve, step: steps.append(step))
+    assert steps[0] == 9 and figures(resumed) == figures(expected)
+    assert sorted(p.name for p in parts.iterdir()) == ["run.json"]
+
+
+def test_a_finished_run_is_read_and_another_is_not(tmp_path: Path) -> None:
+    first = simulation(None).run(tmp_path)
+    steps: list[int] = []
+    again = simulation(None).run(tmp_path, lambda curve, step: steps.append(step))
+    assert not steps and figures(again) == figures(first)
+    simulation(None, steps=6).run(tmp_path, lambda curve, step: steps.append(step))
+    assert steps[-1] == 6
+
+
+def test_what_a_probe_notes_is_kept(tmp_path: Path) -> None:
+    def note(curve: Curve, of: Cluster):  # type: ignore[no-untyped-def]
+        return lambda gradients, codecs: curve.notes.setdefault("at", []).append(of.done)
+
+    simulation(codec_for("topk1")).run(tmp_path, probe=Probing(5, note))
+    assert json.loads((tmp_path / "run.json").read_text())["curve"]["notes"] == {"at": [0, 5, 10]}
+
+
+def test_real_workers_reach_the_same_accuracies(tmp_path: Path) -> None:
+    bed = Bed("digits", None, hosts=2, rate=None, batch=BATCH, lr=0.02)
+    real = end_to_end(bed, "topk1", target=0.999, max_steps=12, evaluate_every=4, test_samples=200)
+    recipe = get_recipe("digits")
+    setting = Setting(2, BATCH, 0.02, recipe.defaults.momentum, codec_for("topk1"))
+    goal = Goal(12, 4, train_samples=0, test_samples=200)
+    curve = Simulation("same", recipe, recipe.load(None), setting, goal).run(tmp_path)
+    assert [step for step, _ in real["values"]] == curve.step
+    # Sums in another order round differently, and a link's frames may not grow at once: a few samples may turn.
+    assert curve.test == pytest.approx([value for _, value in real["values"]], abs=0.04)
+
+
+class _Attentive(nn.Module):
+    """Attention's own dropout draws inside its operation, where no generator can be given."""
+
+    def __init__(self, pixels: int) -> None:
+        super().__init__()
+        self.inputs, self.output = nn.Linear(pixels, 32), nn.Linear(32, 10)
+        self.layer = nn.TransformerEncoderLayer(32, 2, 32, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.output(self.layer(self.inputs(x.flatten(1)).unsqueeze(1).expand(-1, 3, -1)).mean(1))
+        return out
+
+
+def _plain(pixels: int) -> nn.Module:
+    shared = nn.Dropout(0.5)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(pixels, 32), nn.Sequential(nn.ReLU(), shared, shared), nn.Linear(32, 10)
+    )
+
+
+@pytest.mark.parametrize("model", [_plain, _Attentive])
+def test_dropout_is_the_same_with_any_number_of_threads(model: Callable[[int], nn.Module]) -> None:
+    recipe = get_recipe("digits")
+    train = recipe.load(None).train
+    pixels = train.batch([0])[0].numel()
+    runs = []
+    for threads in (1, 2, 2):
+        torch.manual_seed(threads)  # what others drew before does not matter
+        run = Cluster(
+            replace(recipe, model=lambda: model(pixels)),
+            train,
+            Setting(WORKERS, BATCH, LR, 0.0, codec_for("topk1")),
+            threads=threads,
+        )
+        losses = [run.step().loss for _ in range(5)]
+        run.close()
+        runs.append((losses, parameters(run)))
+    for losses, found in runs[1:]:
+        assert runs[0][0] == losses and torch.equal(runs[0][1], found)
+
+
+def test_dropout_draws_what_torch_draws() -> None:
+    x = torch.randn(64, 33)
+    model = nn.Sequential(nn.Dropout(0.3))
+    torch.manual_seed(7)
+    expected = model(x)
+    draws = drawn(model)
+    draws.seed(7)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model.eval()(x), x)
+    everything = nn.Sequential(nn.Dropout(1.0))
+    drawn(everything).seed(7)
+    assert torch.equal(everything(x), torch.zeros_like(x))

@@ -1,0 +1,223 @@
+"""Real traffic over emulated links: rates, losses, cables, counters.
+
+Bounds from above are exact, as a link must never be faster than asked; those from below leave room for a busy
+machine. The tight figures are in docs/lab.md.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from thinwire.errors import LabError
+from thinwire.tools.lab import Lab
+from thinwire.tools.lab.measure import goodput, loss, mean_packet
+from thinwire.tools.lab.namespaces import SWITCH
+from thinwire.tools.lab.shaping import FRAME
+
+pytestmark = pytest.mark.usefixtures("lab_rights")
+
+_ECHO = """
+import socket, sys
+with socket.create_server(("0.0.0.0", 7000)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    while data := connection.recv(100):
+        connection.sendall(data)
+"""
+_ASK = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 7000))
+for line in sys.stdin:
+    connection.sendall(b"x")
+    connection.recv(1)
+    print("echoed", flush=True)
+"""
+# Rank 1 hands datagrams to its kernel eight at a time; rank 0 says of how many batches a part has come.
+_BATCHES = """
+import os, socket, struct, time
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+if os.environ["RANK"] == "0":
+    udp.bind(("0.0.0.0", 7001))
+    with socket.create_server(("0.0.0.0", 7000)) as server:
+        server.accept()[0].recv(1)
+    udp.setblocking(False)
+    came = {}
+    try:
+        while True:
+            batch, index = struct.unpack("II", udp.recv(2000)[:8])
+            came.setdefault(batch, set()).add(index)
+    except BlockingIOError:
+        print("parts", sum(0 < len(found) < 8 for found in came.values()), flush=True)
+else:
+    for _ in range(300):
+        try:
+            told = socket.create_connection((os.environ["MASTER_ADDR"], 7000))
+            break
+        except OSError:
+            time.sleep(0.1)
+    udp.connect((os.environ["MASTER_ADDR"], 7001))
+    for batch in range(24):
+        rows = [struct.pack("II", batch, index) + bytes(100) for index in range(8)]
+        udp.sendmsg(rows, [(socket.IPPROTO_UDP, 103, struct.pack("@H", len(rows[0])))])
+        time.sleep(0.005)
+    told.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rate", "pairs", "least"),
+    [
+        ("10mbit", [(0, 1), (1, 0)], 0.7),
+        ("100mbit", [(0, 1), (1, 0)], 0.6),
+        ("500mbit", [(0, 1), (1, 0)], 0.25),
+        ("1gbit", [(0, 1)], 0.15),
+    ],
+)
+def test_goodput_is_the_rate_less_headers(rate: str, pairs: list[tuple[int, int]], least: float) -> None:
+    with Lab(2, rate=rate) as lab:
+        measured = goodput(lab, pairs, seconds=1)
+        packet = mean_packet(lab)
+    bits = lab.rate.up
+    assert bits is not None
+    for figure in measured:
+        assert least * bits < figure < bits
+    assert 100 < packet <= FRAME  # real packets, not super-packets
+
+
+@pytest.mark.parametrize(("percent", "count"), [(1, 40_000), (5, 8_000), (20, 4_000)])
+def test_loss_is_the_loss_asked_for(percent: int, count: int) -> None:
+    with Lab(2, rate="1gbit", loss=f"{percent}%") as lab:
+        # 400 lost datagrams have a standard deviation of 20: 30 % are six of them.
+        measured = loss(lab, 0, 1, count=count, per_second=25_000)
+    assert 0.7 * percent < 100 * measured < 1.3 * percent
+
+
+def test_each_direction_and_each_host_has_its_own_rate() -> None:
+    with Lab(3, rate="10mbit/40mbit", host_rates={2: "80mbit"}) as lab:
+        (upload,) = goodput(lab, [(0, 1)], seconds=1)
+        (fast,) = goodput(lab, [(2, 0)], seconds=1)
+    assert 5e6 < upload < 10e6
+    assert 10e6 < fast < 40e6  # out of host 2 at 80, into host 0 at 40
+
+
+def test_datagrams_that_were_sent_together_are_lost_alone() -> None:
+    said: list[str] = []
+    with Lab(2, rate="100mbit", loss="30%") as lab:
+        ended = lab.run([sys.executable, "-c", _BATCHES], output=lambda host, line: said.append(line))
+    assert ended.failure is None
+    (parts,) = [int(line.split()[1]) for line in said if line.startswith("parts")]
+    assert parts > 12  # 22 of 24 are to be expected, and none if batches were lost as a whole
+
+
+def test_rate_and_loss_change_while_running() -> None:
+    with Lab(2, rate="100mbit") as lab:
+        lab.set_rate(0, "5mbit")
+        assert goodput(lab, [(0, 1)], seconds=1)[0] < 5e6
+        lab.set_rate(0, None)
+        assert goodput(lab, [(0, 1)], seconds=1)[0] > 30e6
+        lab.set_loss(1, "50%")
+        assert 0.4 < loss(lab, 0, 1, count=2000) < 0.6
+        lab.set_loss(1, 0)
+        assert loss(lab, 0, 1, count=2000) == 0
+
+
+def test_a_stream_goes_on_when_its_link_becomes_slow() -> None:
+    """What was queued for the fast link in one bundle must still fit the slow one's bucket."""
+    with Lab(2, rate="500mbit") as lab:
+        flow = threading.Thread(target=goodput, args=(lab, [(0, 1)]), kwargs={"seconds": 6})
+        flow.start()
+        time.sleep(1.5)
+        for _ in range(4):
+            lab.set_rate(0, "500mbit")
+            time.sleep(0.4)
+            lab.set_rate(0, "5mbit")
+            time.sleep(0.3)
+            before = lab.counters()[0].sent_bytes
+            time.sleep(0.3)
+            assert lab.counters()[0].sent_bytes > before
+        flow.join()
+
+
+def test_a_cut_cable_holds_a_connection_until_it_heals() -> None:
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with Lab(2) as lab:
+        server = lab.popen(1, [sys.executable, "-c", _ECHO], **options)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        client = lab.popen(0, [sys.executable, "-c", _ASK, lab.address(1)], **options)
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write("1\n")
+        client.stdin.flush()
+        assert client.stdout.readline() == "echoed\n"
+        lab.cut(1)
+        before = lab.counters()[1].received_packets
+        client.stdin.write("2\n")
+        client.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            client.wait(timeout=0.5)
+        assert lab.counters()[1].received_packets == before
+        lab.heal(1)
+        assert client.stdout.readline() == "echoed\n"
+
+
+def test_counters_count_what_is_sent() -> None:
+    with Lab(3) as lab:
+        assert all(traffic.sent_packets == 0 for traffic in lab.counters())
+        loss(lab, 0, 1, count=1000)
+        first, second, third = lab.counters()
+    assert first.sent_packets == second.received_packets == 1000
+    assert first.sent_bytes == 1000 * (256 + 42)
+    assert third.received_packets == 0  # the switch knows who is where
+
+
+def test_loss_acts_on_real_packets_not_on_super_packets() -> None:
+    rules = "table bridge t { chain c { type filter hook forward priority 1; meta length > 1500 counter; }; }"
+    with Lab(2, rate="500mbit", loss="1%") as lab:
+        lab._spaces.batch(SWITCH, ["nft", "-f", "-"], [rules])
+        goodput(lab, [(0, 1)], seconds=1)
+        answer = lab._spaces.ask("run", where=SWITCH, argv=["nft", "list", "ruleset"], text="")
+        assert lab.counters()[0].sent_packets > 1000
+    assert "counter packets 0 bytes 0" in answer["output"]
+
+
+def test_the_switch_is_no_router() -> None:
+    """What hosts send each other passes no IP firewall, although this kernel can show bridged packets to one."""
+    rules = "table ip t { chain c { type filter hook forward priority 0; counter; }; }"
+    with Lab(2, rate="100mbit") as lab:
+        lab._spaces.batch(SWITCH, ["nft", "-f", "-"], [rules])
+        goodput(lab, [(0, 1)], seconds=0.5)
+        answer = lab._spaces.ask("run", where=SWITCH, argv=["nft", "list", "ruleset"], text="")
+        assert lab.counters()[0].sent_packets > 100
+    assert "counter packets 0 bytes 0" in answer["output"]
+
+
+def test_a_delay_is_used_or_its_lack_is_named() -> None:
+    try:
+        with Lab(2, delay="50ms") as lab:
+            server = lab.popen(1, [sys.executable, "-c", _ECHO], stdout=subprocess.PIPE, text=True)
+            assert server.stdout is not None
+            server.stdout.readline()
+            ask = (
+                "import socket, time; c = socket.create_connection(('h1', 7000)); t = time.monotonic();"
+                "c.sendall(b'x'); c.recv(1); print(time.monotonic() - t)"
+            )
+            client = lab.popen(0, [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True)
+            assert float(client.communicate(timeout=20)[0]) >= 0.1
+    except LabError as error:
+        assert "netem" in str(error)
+
+
+def test_hosts_have_names_and_loopback() -> None:
+    script = (
+        "import socket; print(socket.gethostname(), socket.gethostbyname('h1'));"
+        "s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname());"
+        "print('loopback')"
+    )
+    with Lab(2) as lab:
+        result = lab.run([sys.executable, "-c", script])
+        assert [host.lines for host in result.hosts] == [(f"h{host} {lab.address(1)}", "loopback") for host in range(2)]

@@ -1,0 +1,171 @@
+"""What users write and what tc and nft are told: no lab is built here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import typer
+
+import thinwire.tools.lab
+from thinwire.tools.cli import run
+from thinwire.tools.lab import check, kills, launching, registry
+from thinwire.tools.lab.counters import Traffic, parse_counters
+from thinwire.tools.lab.shaping import FRAME, bucket, loss_rules, queue_lines
+from thinwire.tools.lab.units import Rates, format_rate, parse_delay, parse_loss, parse_rate, parse_rates
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("10mbit", 10**7),
+        ("1gbit", 10**9),
+        ("500kbit", 500_000),
+        ("1.5Mbit", 1_500_000),
+        ("1mibit", 2**20),
+        ("64000", 64_000),
+        (10**8, 10**8),
+        ("none", None),
+        (None, None),
+    ],
+)
+def test_rates_are_read_as_tc_reads_them(text: str | int | None, bits: int | None) -> None:
+    assert parse_rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["abc", "", "10", "-5mbit", "10mbits", "mbit", "1e9", "nan", "9999tbit", "0", "1mbps"])
+def test_bad_rates_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="rate"):
+        parse_rate(text)
+
+
+def test_rates_of_both_directions() -> None:
+    assert parse_rates("20mbit/100mbit") == Rates(20_000_000, 100_000_000)
+    assert parse_rates("none/1gbit") == Rates(None, 10**9)
+    assert str(parse_rates("20mbit/100mbit")) == "20mbit/100mbit"
+    assert str(parse_rates("100mbit")) == "100mbit"
+    assert parse_rates(str(Rates(1234567, None))) == Rates(1234567, None)
+    assert format_rate(1_500_000) == "1500kbit"
+
+
+def test_losses_and_delays() -> None:
+    assert parse_loss("1%") == pytest.approx(0.01)
+    assert parse_loss(0.2) == 0.2
+    assert parse_delay("5ms") == pytest.approx(0.005)
+    assert parse_delay("200us") == pytest.approx(0.0002)
+    for bad in ("200%", "-1%", "1", "x%", 1.5, float("nan")):
+        with pytest.raises(ValueError, match="loss"):
+            parse_loss(bad)
+    for bad in ("5", "ms", "-1ms", "61s", -1.0):
+        with pytest.raises(ValueError, match="delay"):
+            parse_delay(bad)
+
+
+@pytest.mark.parametrize("rate", [8000, 10**7, 10**8, 10**9])
+def test_a_bucket_holds_packets_and_a_queue(rate: int) -> None:
+    words = bucket(rate).split()
+    burst, limit = int(words[words.index("burst") + 1]), int(words[words.index("limit") + 1])
+    assert burst > 8 * FRAME  # a bundle
+    assert limit - burst >= 100 * FRAME
+
+
+def test_delay_is_netems_with_the_bucket_inside() -> None:
+    outer, inner = queue_lines("eth0", 10**7, delay=0.005, loss=0.01)
+    assert "root handle 3: netem limit" in outer
+    assert outer.endswith("delay 5000us loss 1%")
+    assert inner.startswith("qdisc replace dev eth0 parent 3:1 handle 4: tbf rate 10000000bit")
+
+
+def test_loss_rules_name_only_lossy_hosts() -> None:
+    rules = loss_rules({0: 0.0, 3: 0.05})
+    assert "meta mark < 50000 drop" in rules
+    assert '"h3"' in rules
+    assert '"h0"' not in rules
+    assert loss_rules({0: 0.0}).endswith("delete table bridge thinwire\n")
+
+
+def test_counters_turn_the_switchs_view_around() -> None:
+    text = "heading\nheading\n h0: 10 1 0 0 0 0 0 0 20 2 0 0 0 0 0 0\n lo: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n"
+    assert parse_counters(text, 1) == [Traffic(10, 1, 20, 2)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--rate", "abc", "--", "true"],
+        ["--hosts", "0", "--", "true"],
+        ["--hosts", "251", "--", "true"],
+        ["--hosts", "many", "--", "true"],
+        ["--hosts", "2", "--host-rate", "2=1mbit", "--", "true"],
+        ["--host-rate", "1:1mbit", "--", "true"],
+        ["--loss", "200%", "--", "true"],
+        ["--delay", "soon", "--", "true"],
+        ["--asymmetric", "5mbit", "--", "true"],
+        ["--rate", "1mbit", "--asymmetric", "1mbit/2mbit", "--", "true"],
+        ["--per-host", "0", "--", "true"],
+        ["--hosts", "2"],
+        ["--", "no-such-command"],
+        ["--json", "no/such/directory/x.json", "--", "true"],
+        ["--check", "--", "true"],
+        ["--check", "--clean"],
+        ["--no-such-option", "--", "true"],
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["lab", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("thinwire")
+    assert captured.err.count("\n") == 1
+
+
+def test_elsewhere_than_on_linux_only_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    (found,) = check.check()
+    assert (found.works, found.required) == (False, True)
+    assert found.detail == "a lab needs Linux; this is darwin"
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (35, "SIGRTMIN+1"), (50, "SIGRTMIN+16"), (33, "signal 33")]
+)
+def test_every_signal_has_a_name(number: int, name: str) -> None:
+    assert launching._signal_name(number) == name
+
+
+def test_a_lab_that_closes_while_others_look_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    gone, dead = (registry.directory() / f"tw{pid}-abc.hosts" for pid in (10**8, 10**8 + 1))
+    dead.write_text("")
+
+    def glob(folder: Path, pattern: str) -> list[Path]:
+        return [gone, dead]
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert registry.living() == []
+    assert registry.clean() == [dead.stem]
+
+
+def test_a_run_file_that_is_left_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    before = registry.directory() / f"tw{10**8}-old.hosts"
+    before.write_text("")
+    monkeypatch.setattr(kills, "machine", dict)
+    monkeypatch.setattr(kills, "one_kill", lambda number, mark: None)
+    kills.main(runs=1)  # what was there before does not count
+    monkeypatch.setattr(kills, "one_kill", lambda number, mark: before.write_text(""))
+    with pytest.raises(typer.Exit) as caught:
+        kills.main(runs=1)
+    assert caught.value.exit_code == 1
+
+
+def test_the_lab_imports_nothing_else_of_thinwire() -> None:
+    assert thinwire.tools.lab.__file__ is not None
+    for path in Path(thinwire.tools.lab.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                assert not name.startswith("torch"), path
+                if name.split(".")[0] == "thinwire":
+                    assert name == "thinwire.errors" or name.startswith("thinwire.tools.lab"), path

@@ -1,0 +1,93 @@
+"""Training with a parameter server by one command: local processes, emulated hosts, MPI."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.tools.events import read_log
+from thinwire.tools.lab.testing import require_lab
+
+_ENDS = ["--max-steps", "12", "--evaluate-every", "6", "--batch", "4"]
+
+
+def thinwire(*arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, str(Path(sys.executable).with_name("thinwire")), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+def check(log: Path, mode: str) -> None:
+    """Every worker's steps and the master's evaluations are in the log, with the phases of a server."""
+    found = read_log(log)
+    assert found.run.method == f"{mode}:topk1/topk1"
+    assert found.end is not None and found.end.reason == "max_steps"
+    assert {step.rank for step in found.steps} == {0, 1}
+    assert max(step.step for step in found.steps) >= 12
+    assert {eval_.step for eval_ in found.evals if eval_.split == "test"} >= {6, 12}
+    late = [step for step in found.steps if step.step > 3]
+    # Of the five modules the last, which is small, is in the layer of the one before it.
+    assert all(len(step.waits) == len(step.staleness) == 4 for step in late)
+    assert all(0.0 <= step.aggregate + step.synchronise <= step.exchange + 1e-6 for step in late)
+    assert all(0.005 < step.density < 0.05 for step in late)
+
+
+def test_local_processes(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    done = thinwire("train", "digits", "--server", "--workers", "2", "--events", str(log), *_ENDS)
+    assert done.returncode == 0, done.stderr
+    check(log, "bsp")
+
+
+def test_a_served_training_goes_on_only_if_it_is_asked_to(tmp_path: Path) -> None:
+    log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
+    words = ["train", "digits", "--server", "--workers", "2", "--events", str(log), "--checkpoint", str(saved)]
+    words += ["--batch", "4", "--evaluate-every", "3"]
+    done = thinwire(*words, "--max-steps", "6")
+    assert done.returncode == 0, done.stderr
+    done = thinwire(*words, "--max-steps", "9")
+    assert done.returncode == 2 and "--resume" in done.stderr
+    done = thinwire(*words, "--max-steps", "9", "--resume")
+    assert done.returncode == 0, done.stderr
+    found = read_log(log)
+    assert {s.step for s in found.steps} == set(range(1, 10))
+    assert [e.step for e in found.evals if e.split == "test"] == [3, 6, 9]
+
+
+def test_emulated_hosts_with_bounded_staleness(tmp_path: Path) -> None:
+    require_lab()
+    log = tmp_path / "log.jsonl"
+    options = ["--rate", "100mbit", "--mode", "ssp", "--bound", "2", "--policy", "stalest"]
+    done = thinwire("train", "digits", "--server", "--workers", "2", "--events", str(log), *options, *_ENDS)
+    assert done.returncode == 0, done.stderr
+    check(log, "ssp")
+    assert max(max(step.staleness) for step in read_log(log).steps) <= 2
+
+
+def test_mpi(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    mpirun = Path(sys.executable).parent / "mpirun"
+    log = tmp_path / "log.jsonl"
+    options = ["--server", "--workers", "2", "--transport", "mpi", "--events", str(log), *_ENDS]
+    done = thinwire("train", "digits", *options, prefix=(str(mpirun), "-n", "3"))
+    assert done.returncode == 0, done.stderr
+    check(log, "bsp")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--server", "--mode", "slow"], "--mode is one of bsp, ssp, async"),
+        (["--server", "--policy", "best"], "the policy 'best' is unknown"),
+        (["--server", "--pull", "nothing"], "no preset is called 'nothing'"),
+        (["--transport", "mpi"], "the last two go with --server"),
+    ],
+)
+def test_impossible_words_are_one_sentence(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from thinwire.tools.cli import run
+
+    assert run(["train", "digits", *options]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and "Traceback" not in error

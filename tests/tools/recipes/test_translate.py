@@ -1,0 +1,103 @@
+"""Translation: the models hide padding and the future, the pieces are the same everywhere, and BLEU counts."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.errors import RecipeError
+from thinwire.tools.recipes import get_recipe
+from thinwire.tools.recipes.translate import (
+    BEGIN,
+    END,
+    PAD,
+    VOCABULARY,
+    RecurrentTranslator,
+    SentencePairs,
+    TransformerTranslator,
+    load,
+    translations,
+)
+
+PAIRS = [
+    ("Ein Mann läuft.", "A man runs."),
+    ("Eine Frau läuft.", "A woman runs."),
+    ("Ein Hund schläft im Haus.", "A dog sleeps in the house."),
+    ("Eine Frau schläft im Haus.", "A woman sleeps in the house."),
+    ("Der Hund läuft schnell.", "The dog runs fast."),
+    ("Der Mann schläft.", "The man sleeps."),
+]
+NAMES = ["translate", "translate-layernorm", "translate-transformer"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("train", "test_2016_flickr"):
+        for side, language in enumerate(("de", "en")):
+            text = "".join(pair[side] + "\n" for pair in PAIRS)
+            (tmp_path / f"{name}.{language}.gz").write_bytes(gzip.compress(text.encode()))
+    return tmp_path
+
+
+def test_the_same_files_give_the_same_pieces(folder: Path) -> None:
+    first = load(folder).train
+    load.cache_clear()
+    second = load(folder).train
+    assert isinstance(first, SentencePairs)
+    assert isinstance(second, SentencePairs)
+    assert all(torch.equal(a, b) for a, b in zip(first.sources, second.sources, strict=True))
+    assert first.vocabulary.get_piece_size() <= VOCABULARY
+    source, target = first.batch([0, 2])
+    assert source.shape[0] == target.shape[0] == 2
+    assert target[:, 0].tolist() == [BEGIN, BEGIN]
+    assert int(source.max()) < VOCABULARY
+
+
+@pytest.mark.parametrize("kind", ["gru", "layernorm", "transformer"])
+def test_padding_and_the_future_are_not_seen(kind: str) -> None:
+    torch.manual_seed(0)
+    model: RecurrentTranslator | TransformerTranslator
+    if kind == "transformer":
+        model = TransformerTranslator(50, units=16, layers=2).eval()
+    else:
+        model = RecurrentTranslator(50, units=16, normalised=kind == "layernorm").eval()
+    source, target = torch.tensor([[5, 6, 7, END]]), torch.tensor([[BEGIN, 8, 9, 10]])
+    alone = model(source, target)
+    assert alone.shape == (4, 50)
+    wider = torch.tensor([[5, 6, 7, END, PAD, PAD], [9, 9, 9, 9, 9, END]])
+    longer = torch.tensor([[BEGIN, 8, 9, 10, PAD], [BEGIN, 9, 9, 9, 9]])
+    torch.testing.assert_close(model(wider, longer)[:4], alone, rtol=1e-4, atol=1e-5)
+    changed = torch.tensor([[BEGIN, 8, 9, 33]])
+    torch.testing.assert_close(model(source, changed)[:3], alone[:3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_six_sentences_are_learned_by_heart(folder: Path, name: str) -> None:
+    recipe = get_recipe(name)
+    splits, model = recipe.load(folder), recipe.build(0)
+    optimizer = recipe.optimizer(model, lr=3e-3)
+    torch.manual_seed(0)
+    for _ in range(50):
+        optimizer.zero_grad()
+        recipe.loss(model, splits.train.batch(range(6))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert recipe.evaluate(model, splits.test) > 80
+    assert isinstance(splits.test, SentencePairs)
+    assert len(translations(model.eval(), splits.test, 2)) == 2
+
+
+def test_sides_of_different_length_are_refused(folder: Path) -> None:
+    (folder / "train.de.gz").unlink()
+    (folder / "train.de").write_text("Ein Satz.\n")
+    load.cache_clear()
+    with pytest.raises(RecipeError, match=r"train.de has 1 lines and train.en 6"):
+        load(folder)
+
+
+def test_text_that_is_no_text_is_refused(folder: Path) -> None:
+    (folder / "train.de.gz").write_bytes(gzip.compress(b"\xff\xfe\n" * 6))
+    load.cache_clear()
+    with pytest.raises(RecipeError, match=r"train.de.gz is not UTF-8 text"):
+        load(folder)
