@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
+import thinwire.codec
+import thinwire.tune
 from thinwire.codec.feedback import Feedback
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
@@ -52,7 +54,7 @@ SELECTIONS: list[Selection] = [
     tw.StdDev(1.0, exact=True),
     tw.Dynamic(),
     tw.TopK(tw.Warmup([0.5, 0.1, 0.01], 1)),
-    tw.Adaptive(tw.Affine(1e-4, 1e8)),
+    tw.Adaptive(tw.tune.Affine(1e-4, 1e8)),
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -95,7 +97,7 @@ def gradients(shapes: list[int], dtype: torch.dtype, kind: int, seed: int) -> di
     return {f"t{i}": t for i, t in enumerate(made)}
 
 
-def positions_of(frame: tw.Frame, numels: list[int]) -> dict[int, Tensor]:
+def positions_of(frame: tw.codec.Frame, numels: list[int]) -> dict[int, Tensor]:
     """The positions that travelled, by tensor."""
-    reader = tw.FrameReader(frame, numels)
+    reader = tw.codec.FrameReader(frame, numels)
     return {s.id: reader.entries(s)[0] for s in reader.sections}

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
+import thinwire.codec
 from tests.codec.codec_cases import EXACT, SELECTIONS, VALUES, gradients, positions_of, quick, sizes
 from thinwire import _native
 from thinwire.codec.codec import Kernels
@@ -122,7 +123,7 @@ def test_a_tensor_beyond_two_to_the_31() -> None:
     x[there] = torch.tensor([1.0, -2.0, 3.0, 4.0, -5.0], dtype=torch.bfloat16)
     frame = tw.Codec(tw.Threshold(0.0), tw.Bits(8), tw.NoFeedback()).encode({"w": x}, budget=10_000)
     assert frame.counts == (5,) and len(frame) < 100
-    reader = tw.FrameReader(frame, [n])
+    reader = tw.codec.FrameReader(frame, [n])
     positions, values = reader.entries(reader.sections[0])
     assert torch.equal(positions, there)
     assert torch.allclose(values, x[there].float(), rtol=0.02)

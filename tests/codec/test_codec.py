@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import thinwire as tw
+import thinwire.codec
 from thinwire.codec.codec import Kernels, Scope
 from thinwire.codec.feedback import Feedback
 from thinwire.codec.selection import Selection
@@ -48,7 +49,7 @@ def test_non_finite_input_is_reported_and_leaves_the_memory_alone(feedback: Feed
     bad[2999] = float("inf")
     frame = codec.encode({"a": bad, "b": torch.randn(10)})
     assert frame.non_finite == "a"
-    assert tw.FrameReader(frame, [3000, 10]).non_finite
+    assert tw.codec.FrameReader(frame, [3000, 10]).non_finite
     after = codec.state_dict()
     assert after["step"] == before["step"]
     for name, slots in before["residuals"].items():

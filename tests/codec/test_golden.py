@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import thinwire as tw
+import thinwire.codec
 from tests.codec import reference
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.frame"))
@@ -20,7 +21,7 @@ def test_every_format_is_there() -> None:
 def test_golden_frame(path: Path) -> None:
     data = path.read_bytes()
     expected = json.loads(path.with_suffix(".json").read_text())
-    reader = tw.FrameReader(tw.Frame.from_bytes(data), expected["numels"])
+    reader = tw.codec.FrameReader(tw.codec.Frame.from_bytes(data), expected["numels"])
     assert reader.non_finite == expected["non_finite"]
     by_hand = reference.read_frame(data)
     assert len(reader.sections) == len(expected["sections"]) == len(by_hand)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import thinwire as tw
+import thinwire.codec
 from tests.codec import reference
 from tests.codec.reference import varint
 from tests.codec.reference_positions import Bits
@@ -38,14 +39,18 @@ def refused(data: bytes, numels: list[int] = NUMELS) -> str:
     """The message of the error; outputs must be as they were."""
     outs = [torch.full((n if n < 10_000 else 0,), 7.0) for n in numels]
     with pytest.raises(tw.FrameError) as caught:
-        tw.FrameReader(tw.Frame.from_bytes(data), numels).add_to(outs)
+        tw.codec.FrameReader(tw.codec.Frame.from_bytes(data), numels).add_to(outs)
     assert all((out == 7.0).all() for out in outs)
     return str(caught.value)
 
 
 def test_the_frame_itself_is_good() -> None:
     assert fixed(small_frame()) == small_frame()
-    assert [s.count for s in tw.FrameReader(tw.Frame.from_bytes(small_frame()), NUMELS).sections] == [30, 40, 0]
+    assert [s.count for s in tw.codec.FrameReader(tw.codec.Frame.from_bytes(small_frame()), NUMELS).sections] == [
+        30,
+        40,
+        0,
+    ]
 
 
 def test_truncated_anywhere() -> None:
@@ -71,7 +76,7 @@ def test_every_bit_flipped_with_a_valid_checksum() -> None:
         bad = bytearray(frame)
         bad[bit // 8] ^= 1 << bit % 8
         try:
-            reader = tw.FrameReader(tw.Frame.from_bytes(fixed(bytes(bad))), NUMELS)
+            reader = tw.codec.FrameReader(tw.codec.Frame.from_bytes(fixed(bytes(bad))), NUMELS)
         except tw.FrameError:
             continue
         for section in reader.sections:
@@ -165,7 +170,7 @@ def test_lengths() -> None:
     assert "shorter than the header" in refused(frame[:16] + struct.pack("<Q", 23) + frame[24:])
     assert "checksum" in refused(frame[:-1] + bytes([frame[-1] ^ 1]))
     assert "shorter than its header" in refused(b"")
-    padded = tw.FrameReader(tw.Frame.from_bytes(frame + bytes(100)), NUMELS, trailing=True)
+    padded = tw.codec.FrameReader(tw.codec.Frame.from_bytes(frame + bytes(100)), NUMELS, trailing=True)
     assert padded.length == len(frame)
 
 
@@ -190,18 +195,18 @@ def test_counts_of_huge_tensors_take_no_memory() -> None:
 def test_the_largest_scales_stay_finite() -> None:
     data = framed(section(kind=3, rest=b"\xff" + struct.pack("<ff", 2.0**120, 2.0**120) + b"\x7f"))
     out = torch.zeros(600)
-    tw.FrameReader(tw.Frame.from_bytes(data), NUMELS).add_to([out])
+    tw.codec.FrameReader(tw.codec.Frame.from_bytes(data), NUMELS).add_to([out])
     assert out[0] == 2.0**127
 
 
 def test_foreign_tensors_are_refused() -> None:
     for data in (torch.zeros(30), torch.zeros(3, 10, dtype=torch.uint8)):
         with pytest.raises(tw.FrameError, match="one-dimensional uint8"):
-            tw.FrameReader(data, NUMELS)
+            tw.codec.FrameReader(data, NUMELS)
 
 
 def test_outputs_of_another_kind_are_refused_before_anything_is_added() -> None:
-    reader = tw.FrameReader(tw.Frame.from_bytes(small_frame()), NUMELS)
+    reader = tw.codec.FrameReader(tw.codec.Frame.from_bytes(small_frame()), NUMELS)
     good = torch.zeros(600)
     for bad in (torch.zeros(40, dtype=torch.float64), torch.zeros(80)[::2], torch.zeros(41)):
         with pytest.raises(ValueError, match="tensor 1"):
@@ -210,7 +215,7 @@ def test_outputs_of_another_kind_are_refused_before_anything_is_added() -> None:
 
 
 def test_a_section_of_another_frame_is_refused() -> None:
-    one, two = (tw.FrameReader(tw.Frame.from_bytes(small_frame()), NUMELS) for _ in range(2))
+    one, two = (tw.codec.FrameReader(tw.codec.Frame.from_bytes(small_frame()), NUMELS) for _ in range(2))
     with pytest.raises(ValueError, match="another frame"):
         one.entries(two.sections[0])
 

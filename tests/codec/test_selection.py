@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
+import thinwire.codec
 from tests.codec.codec_cases import KINDS, gradients, positions_of, quick
 from thinwire.codec.codec import Kernels
 from thinwire.codec.selection import Selection, count_of
@@ -169,7 +170,7 @@ def test_schedules() -> None:
     counts = [len(selected(tw.TopK(warm, exact=True), x, step=step)) for step in (0, 1, 2, 3, 4, 5, 99)]
     assert counts == [2500, 2500, 625, 625, 100, 100, 100]
     assert len(selected(tw.TopK(lambda step: 1 / (step + 2), exact=True), x, step=2)) == 2500
-    cutoff = tw.AccuracyCutoff()
+    cutoff = tw.codec.AccuracyCutoff()
     rule = tw.Percentile(cutoff, exact=True)
     assert len(selected(rule, x)) == 1000
     for accuracy, count in [(0.7, 1000), (0.81, 2000), (0.5, 2000)]:
@@ -195,7 +196,7 @@ def test_small_tensors_travel_whole() -> None:
     codec = tw.Codec(tw.TopK(0.01, exact=True), tw.Bits(2))
     frame = codec.encode(g)
     assert frame.counts == (50, 1023, 10)
-    reader = tw.FrameReader(frame, [5000, 1023, 1024])
+    reader = tw.codec.FrameReader(frame, [5000, 1023, 1024])
     assert [s.format for s in reader.sections] == [5, 3, 5]  # small ones are not squeezed into two bits
     assert codec.expected_counts([5000, 1023, 1024]) == [50, 1023, 10]
 

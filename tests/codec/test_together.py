@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import thinwire as tw
+import thinwire.codec
 from tests.codec import reference
 from tests.codec.codec_cases import VALUES
 from tests.codec.reference import Part
@@ -41,13 +42,13 @@ def frames_of_all_kinds() -> list[bytes]:
 
 
 def tensor(data: bytes) -> torch.Tensor:
-    return tw.Frame.from_bytes(data).data
+    return tw.codec.Frame.from_bytes(data).data
 
 
 def fault(data: bytes, numels: list[int]) -> str | None:
     """What is said of the frame alone."""
     try:
-        tw.FrameReader(tensor(data), numels)
+        tw.codec.FrameReader(tensor(data), numels)
     except tw.FrameError as error:
         return str(error)
     return None
@@ -60,7 +61,7 @@ def test_sums_are_those_of_the_frames_one_by_one() -> None:
     for count in [0, 1, 2, 3, 5, 14, 40] * 3:
         frames = [tensor(draw.choice(kinds)) for _ in range(count)]
         together.read(frames, [SIZES])
-        readers = [tw.FrameReader(frame, SIZES) for frame in frames]
+        readers = [tw.codec.FrameReader(frame, SIZES) for frame in frames]
         sums, expected = ([torch.full((n,), 7.0) for n in SIZES] for _ in range(2))
         together.sum_to(sums)
         sum_frames(readers, expected)
@@ -110,7 +111,7 @@ def test_gaps_of_every_length(numel: int) -> None:
     parts = thinner_and_thinner(numel)
     frames = [tensor(reference.write_frame([part])) for part in parts]
     for frame, part in zip(frames, parts, strict=True):
-        reader = tw.FrameReader(frame, [numel])
+        reader = tw.codec.FrameReader(frame, [numel])
         assert reader.entries(reader.sections[0])[0].tolist() == part.positions
     together = Frames()
     together.read(frames, [[numel]])

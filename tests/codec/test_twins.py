@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
+import thinwire.codec
 from tests.codec import reference
 from tests.codec.codec_cases import DTYPES, EXACT, FEEDBACKS, VALUES, gradients, positions_of, quick, sizes
 from thinwire import _native
@@ -93,12 +94,12 @@ def test_finiteness_is_seen_alike_at_every_place(dtype: torch.dtype) -> None:
                     assert _native.first_not_finite([(x.data_ptr(), code, place)]) == -1
 
 
-def parts_of(frame: tw.Frame, x: dict[str, Tensor], codec: tw.Codec, step: int) -> list[reference.Part]:
+def parts_of(frame: tw.codec.Frame, x: dict[str, Tensor], codec: tw.Codec, step: int) -> list[reference.Part]:
     """What the reference needs to write the same frame: positions, values before rounding, seeds."""
     numels = [t.numel() for t in x.values()]
     places = positions_of(frame, numels)
     parts = []
-    for section in tw.FrameReader(frame, numels).sections:
+    for section in tw.codec.FrameReader(frame, numels).sections:
         name, positions = f"t{section.id}", places[section.id]
         part = reference.Part(section.id, section.format, section.numel, positions.tolist(), x[name][positions])
         values = codec.small if section.numel < codec.min_numel else codec.values
@@ -154,7 +155,7 @@ def test_any_positions_travel(numel: int, places: list[float], clustered: bool) 
     frame = buffer[: writer.finish(0, False)]
     part = reference.Part(0, reference.FLOAT32, numel, positions, values)
     assert frame.numpy().tobytes() == reference.write_frame([part])
-    reader = tw.FrameReader(frame, [numel])
+    reader = tw.codec.FrameReader(frame, [numel])
     there, back = reader.entries(reader.sections[0])
     assert torch.equal(there, where) and torch.equal(back, values)
 

@@ -3,6 +3,8 @@
 import torch
 
 import thinwire as tw
+import thinwire.exchange
+import thinwire.tune
 from thinwire.codec.encode import encode_leftover
 from thinwire.exchange.base import AgreedSizes
 from thinwire.exchange.choose import choose_exchange
@@ -14,8 +16,8 @@ LARGE = {"weight": 25_000_000, "bias": 1000}
 def test_few_workers_gather_and_many_scatter() -> None:
     few, why_few = choose_exchange(tw.Codec(0.01), LARGE, 2)
     many, why_many = choose_exchange(tw.Codec(0.01), LARGE, 16)
-    assert isinstance(few, tw.Gather)
-    assert isinstance(many, tw.ScatterReduce)
+    assert isinstance(few, tw.exchange.Gather)
+    assert isinstance(many, tw.exchange.ScatterReduce)
     assert why_few.startswith("gather: ")
     assert why_many.startswith("scatter-reduce: ")
     assert "kB a step and rank gathered" in why_many
@@ -23,12 +25,12 @@ def test_few_workers_gather_and_many_scatter() -> None:
 
 def test_small_frames_gather_even_with_many_workers() -> None:
     chosen, _ = choose_exchange(tw.Codec(0.01), {"weight": 50_000}, 16)
-    assert isinstance(chosen, tw.Gather)
+    assert isinstance(chosen, tw.exchange.Gather)
 
 
 def test_frames_that_are_no_smaller_than_the_gradients_are_not_made() -> None:
     chosen, why = choose_exchange(tw.Codec(1.0, tw.Float32()), LARGE, 8)
-    assert isinstance(chosen, tw.Dense)
+    assert isinstance(chosen, tw.exchange.Dense)
     assert why.startswith("dense: the frames would be no smaller")
 
 
@@ -77,12 +79,12 @@ def test_selections_without_a_density_are_not_taken_for_dense() -> None:
     for world in (2, 8):
         some, _ = choose_exchange(tw.Codec(tw.StdDev(3.0), tw.Float32()), LARGE, world)
         unknown, why = choose_exchange(tw.Codec(tw.Threshold(1e-3), tw.Float32()), LARGE, world)
-        assert not isinstance(some, tw.Dense) and isinstance(unknown, tw.Gather)
+        assert not isinstance(some, tw.exchange.Dense) and isinstance(unknown, tw.exchange.Gather)
         assert "not known beforehand" in why
 
 
 def test_what_was_rounded_at_random_is_not_selected_from_again() -> None:
-    rule = tw.Adaptive(tw.Payload(), rule="stochastic")
+    rule = tw.Adaptive(tw.tune.Payload(), rule="stochastic")
     codec = tw.Codec(rule, tw.Bits(8), tw.NoFeedback())
     second = tw.Codec(rule.again(2.0), tw.Bits(8), tw.NoFeedback())
     sums = torch.randn(5000, generator=torch.Generator().manual_seed(0))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from thinwire.codec.codec import Codec
 from thinwire.exchange.base import Bucket, Exchange
@@ -30,14 +31,14 @@ def volume(rank: int, exchange: Exchange, steps: int) -> tuple[int, float]:
     return channel.sent - before, total
 
 
-@pytest.mark.parametrize("kind", [tw.Gather, tw.ScatterReduce])
+@pytest.mark.parametrize("kind", [tw.exchange.Gather, tw.exchange.ScatterReduce])
 def test_volume_against_the_number_of_ranks(cluster: Cluster, kind: type[Exchange]) -> None:
     sent = {}
     for world in (2, 4, 8):
         results = cluster.run(volume, world, kind(), 6)
         assert len({total for _, total in results}) == 1
         sent[world] = max(n for n, _ in results)
-    if kind is tw.Gather:
+    if kind is tw.exchange.Gather:
         assert sent[8] > 6 * sent[2]
     else:
         # A rank sends all of its entries but its own share's, and its share's result to all others: (w - 1) / w of

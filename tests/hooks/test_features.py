@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import jobs
 
@@ -194,7 +195,7 @@ def alone(rank: int, exchange: Any) -> bool:
     return bool(link.step == 3)
 
 
-@pytest.mark.parametrize("exchange", ["dense", "gather", "scatter-reduce", tw.Hierarchical(), None], ids=str)
+@pytest.mark.parametrize("exchange", ["dense", "gather", "scatter-reduce", tw.exchange.Hierarchical(), None], ids=str)
 def test_one_rank_alone(cluster: Cluster, exchange: Any) -> None:
     assert cluster.run(alone, 1, exchange) == [True]
 

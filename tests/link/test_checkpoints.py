@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import jobs
 
 # Of two ranks' buckets the larger ones are scattered, the smaller ones gathered.
-MIXED = tw.ScatterReduce(gather_below=2000)
+MIXED = tw.exchange.ScatterReduce(gather_below=2000)
 
 
 def run(rank: int, codec: Any, exchange: Any, buckets: int, steps: range, directory: str) -> list[int]:
@@ -33,7 +34,9 @@ def run(rank: int, codec: Any, exchange: Any, buckets: int, steps: range, direct
 
 
 @pytest.mark.parametrize("buckets", [1, 4])
-@pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", tw.Hierarchical(per_machine=2), MIXED], ids=str)
+@pytest.mark.parametrize(
+    "exchange", ["gather", "scatter-reduce", tw.exchange.Hierarchical(per_machine=2), MIXED], ids=str
+)
 @pytest.mark.parametrize("codec", [0.05, "dgc", "dynamic"])
 def test_a_resumed_run_is_the_uninterrupted_run(
     cluster: Cluster, tmp_path: Path, codec: Any, exchange: Any, buckets: int
@@ -79,9 +82,9 @@ def mean(memories: list[tuple[dict[str, Any], int]]) -> dict[str, torch.Tensor]:
     [
         (4, 2, ("gather", "gather")),
         (2, 4, ("scatter-reduce", "scatter-reduce")),
-        (4, 4, (tw.Hierarchical(per_machine=2), "gather")),
-        (4, 2, (tw.Hierarchical(per_machine=2), tw.Hierarchical(per_machine=2))),
-        (2, 4, ("gather", tw.Hierarchical(per_machine=2))),
+        (4, 4, (tw.exchange.Hierarchical(per_machine=2), "gather")),
+        (4, 2, (tw.exchange.Hierarchical(per_machine=2), tw.exchange.Hierarchical(per_machine=2))),
+        (2, 4, ("gather", tw.exchange.Hierarchical(per_machine=2))),
     ],
     ids=str,
 )

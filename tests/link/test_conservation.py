@@ -7,12 +7,13 @@ import torch
 from torch.distributed.algorithms.join import Join
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import probe
 from tests.link.probe import Account, missing
 
 EXACT = tw.Codec(tw.TopK(0.02), tw.Float32())
-EXCHANGES = ["gather", "scatter-reduce", tw.Hierarchical(per_machine=1)]
+EXCHANGES = ["gather", "scatter-reduce", tw.exchange.Hierarchical(per_machine=1)]
 
 
 @pytest.mark.parametrize("codec", [EXACT, tw.Codec(tw.TopK(0.02), tw.Bits(4))], ids=["float32", "4bit"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import jobs, probe
 from thinwire.link import diagnostics as module
@@ -59,7 +60,7 @@ def mean(many: list[Named]) -> Named:
     return {name: torch.stack([one[name] for one in many]).mean(0) for name in probe.SIZES}
 
 
-@pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", tw.Hierarchical(per_machine=2)], ids=str)
+@pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", tw.exchange.Hierarchical(per_machine=2)], ids=str)
 def test_figures_are_what_their_definitions_say(cluster: Cluster, exchange: Any) -> None:
     ranks = cluster.run(examined, WORLD, EXACT, exchange)
     diagnoses = ranks[0][0]
@@ -71,7 +72,7 @@ def test_figures_are_what_their_definitions_say(cluster: Cluster, exchange: Any)
         dense = mean(gradients)
         applied = ranks[0][2][step]
         given, memories = gradients, [(ranks[r][1][step], ranks[r][1][step + 1]) for r in range(WORLD)]
-        if isinstance(exchange, tw.Hierarchical):  # one machine: its mean is all that is selected from
+        if isinstance(exchange, tw.exchange.Hierarchical):  # one machine: its mean is all that is selected from
             given, memories = [dense], memories[:1]
         accumulated = [{n: g[n] + m[n] for n in g} for g, (m, _) in zip(given, memories, strict=True)]
         sent = [each(top, a) for a in accumulated]

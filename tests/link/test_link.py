@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import jobs
 from thinwire.codec.encode import encode_parts
@@ -36,7 +37,7 @@ def refusals(rank: int) -> dict[str, str]:
         "preset": (jobs.make(), {"codec": "topkk"}),
         "density": (jobs.make(), {"codec": 1.5}),
         "exchange": (jobs.make(), {"exchange": "ring"}),
-        "machines": (jobs.make(), {"exchange": tw.Hierarchical(per_machine=3)}),
+        "machines": (jobs.make(), {"exchange": tw.exchange.Hierarchical(per_machine=3)}),
         "timeout": (jobs.make(), {"timeout": 0.0}),
         "nothing": (jobs.make(), {"codec": None}),
         "optimizer": (jobs.make(), {"optimizer": "sgd"}),

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import jobs
 from thinwire.tune.presets import PRESETS
 
-EXCHANGES = ["dense", "gather", "scatter-reduce", tw.Hierarchical(tw.ScatterReduce(), per_machine=2)]
+EXCHANGES = ["dense", "gather", "scatter-reduce", tw.exchange.Hierarchical(tw.exchange.ScatterReduce(), per_machine=2)]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
@@ -30,7 +31,7 @@ def test_small_buckets_are_gathered_while_large_ones_are_scattered(cluster: Clus
 
 def mixed(rank: int, steps: int) -> tuple[list[int], list[bool], float]:
     model = jobs.make(buckets=3)
-    link = tw.attach(model, 0.05, exchange=tw.ScatterReduce(gather_below=5000))
+    link = tw.attach(model, 0.05, exchange=tw.exchange.ScatterReduce(gather_below=5000))
     jobs.train(model, rank, range(steps), torch.optim.SGD(model.parameters(), lr=0.1))
     state = link.state_dict()["exchange"]["ScatterReduce(gather_below=5000)"]
     small = sorted([False] * len(state["parts"]) + [True] * len(state["gather"]["sizes"]))
@@ -49,7 +50,7 @@ def growing(rank: int) -> tuple[list[int], tuple[int, int], tuple[int, int]]:
     """Checksums, and how many buckets were scattered and gathered before and after the density rose."""
     model = jobs.make(buckets=1)
     codec = tw.Codec(tw.TopK(lambda step: 0.01 if step < 10 else 0.2))
-    link = tw.attach(model, codec, exchange=tw.ScatterReduce(gather_below=4000))
+    link = tw.attach(model, codec, exchange=tw.exchange.ScatterReduce(gather_below=4000))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     for steps in (range(10), range(10, 30)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import probe
 from tests.link.probe import Account, missing
@@ -42,7 +43,7 @@ def infected(rank: int, exchange: Any, everybody: bool, codec: Any) -> tuple[Acc
     return account.close(link, unit), stepped, sent
 
 
-@pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", tw.Hierarchical(per_machine=1)], ids=str)
+@pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", tw.exchange.Hierarchical(per_machine=1)], ids=str)
 @pytest.mark.parametrize("everybody", [False, True], ids=["one", "all"])
 def test_an_inf_is_seen_by_all_and_nothing_finite_is_lost(cluster: Cluster, exchange: Any, everybody: bool) -> None:
     results = cluster.run(infected, 3, exchange, everybody, EXACT)
@@ -58,7 +59,7 @@ def test_an_inf_is_seen_by_all_and_nothing_finite_is_lost(cluster: Cluster, exch
 
 
 def test_an_inf_in_hierarchical_machines_is_seen_by_all(cluster: Cluster) -> None:
-    for _, stepped, _ in cluster.run(infected, 4, tw.Hierarchical(per_machine=2), False, EXACT):
+    for _, stepped, _ in cluster.run(infected, 4, tw.exchange.Hierarchical(per_machine=2), False, EXACT):
         assert stepped == [step != BAD_STEP for step in range(9)]
 
 

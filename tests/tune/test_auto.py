@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
+import thinwire.tune
 from tests.cluster import Cluster
 from tests.link import jobs, probe
 from thinwire.link import autotune as module
@@ -226,7 +227,7 @@ def test_with_a_real_probe_the_ranks_stay_together(cluster: Cluster) -> None:
 
 
 def adaptive(rank: int, agree: str | None) -> tuple[list[int], list[float], bool]:
-    cost = tw.Measured()
+    cost = tw.tune.Measured()
     model = jobs.make()
     link = tw.attach(model, tw.Codec(tw.Adaptive(cost, agree=agree)), exchange="gather")  # type: ignore[arg-type]
     jobs.train(model, rank, range(20), torch.optim.SGD(model.parameters(), lr=0.1))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+import thinwire.codec
 
 HERE = Path(__file__).parent
 
@@ -20,7 +21,7 @@ def gradient(n: int, seed: int) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-def frames() -> dict[str, tuple[tw.Frame, list[int]]]:
+def frames() -> dict[str, tuple[tw.codec.Frame, list[int]]]:
     """Every value format over two tensors, and each of the other parts of the format once."""
     made = {}
     tensors = {"w": gradient(3000, 1), "b": gradient(21, 2)}
@@ -42,9 +43,9 @@ def frames() -> dict[str, tuple[tw.Frame, list[int]]]:
     return made
 
 
-def expected(frame: tw.Frame, numels: list[int]) -> dict[str, object]:
+def expected(frame: tw.codec.Frame, numels: list[int]) -> dict[str, object]:
     """What a frame says, with floats in hexadecimal so that no digit is lost."""
-    reader = tw.FrameReader(frame, numels)
+    reader = tw.codec.FrameReader(frame, numels)
     sections = []
     for section in reader.sections:
         positions, values = reader.entries(section)
