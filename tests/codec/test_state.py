@@ -79,7 +79,7 @@ def wrong_states() -> dict[str, tuple[Any, str]]:
     return {
         "empty": ({}, "version None"),
         "later version": ({**good, "version": 2}, "version 2"),
-        "nothing inside": ({"version": 1}, "lacks memory, selection, step"),
+        "nothing inside": ({"version": 1}, "lacks residuals, selection, step"),
         "another memory": ({**good, "residuals": half}, r"the state holds \['residual'\]"),
         "uneven": ({**good, "residuals": uneven}, "differ in size"),
         "not finite": ({**good, "residuals": poisoned}, "not finite"),

@@ -156,12 +156,12 @@ def test_without_root(mark: str) -> None:
         "import os, sys\nfrom thinwire.tools.lab import Lab\nwith Lab(2, rate='10mbit', loss='1%') as lab:\n"
         " print(lab.mode, lab.run(['id', '-u']).hosts[1].lines[0])\n lab.cut(0); lab.kill(1)"
     )
-    source = Path(thinwire.tools.lab.__file__ or "").parent.parent
+    source = Path(thinwire.tools.lab.__file__ or "").parents[2]
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "thinwire"
         os.chmod(directory, 0o755)
-        shutil.copytree(source / "lab", package / "lab")
-        for name in ("__init__.py", "errors.py"):
+        shutil.copytree(source / "tools" / "lab", package / "tools" / "lab")
+        for name in ("__init__.py", "_lazy.py", "errors.py", "tools/__init__.py"):
             shutil.copy(source / name, package / name)
         result = subprocess.run(
             [_python_of_everybody(), "-c", script],

@@ -165,7 +165,6 @@ def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
         (["serve", "digits", "--save-every", "2"], "--save-every goes with --checkpoint"),
         (["simulate", "scale", "--compute", "80"], "--compute '80' is not understood"),
         (["simulate", "scale", "--compute", "80ms", "--cores", "2"], "--cores are of the measurements"),
-        (["reproduce"], "name a study"),
         (["train", "digits", "--compress", "fp16", "--diagnose", "5"], "--diagnose looks at a link"),
         (["train", "cifar10", "--data", "nowhere"], "nowhere"),
         (["train", "digits", "--workers", "2", "--checkpoint", "/proc/none", "--max-steps", "1"], "/proc/none"),

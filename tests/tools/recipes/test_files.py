@@ -113,7 +113,7 @@ def test_corrupt_gzip_and_wrong_size_of_images(mnist_folder: Path) -> None:
 @pytest.fixture
 def cifar_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Binary batches of 20 images instead of 10,000."""
-    for module in ("formats", "cifar10"):
+    for module in ("files", "cifar10"):
         monkeypatch.setattr(f"thinwire.tools.recipes.{module}.CIFAR_IMAGES", 20)
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
