@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from thinwire.link import link as thread
+from thinwire.tune import forecast
 
 Task = tuple[Callable[..., Any], int, int, int, float, tuple[Any, ...]]
 
@@ -61,7 +61,7 @@ def _end_with_the_tests() -> None:
 def _serve(pipe: Connection) -> None:
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     torch.set_num_threads(1)
-    thread.SMALL = 0  # the tests' models are small, and several collectives a step are what must be right
+    forecast.JOINED_BELOW = 0  # the tests' models are small, and several collectives a step are what must be right
     while True:
         try:
             task: Task = pipe.recv()

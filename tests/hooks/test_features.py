@@ -189,10 +189,19 @@ def test_a_process_group_of_some_ranks(cluster: Cluster) -> None:
 
 
 def alone(rank: int, exchange: Any) -> bool:
-    model = jobs.make()
-    link = tw.attach(model, 0.05, exchange=exchange)
-    jobs.train(model, rank, range(3), torch.optim.SGD(model.parameters(), lr=0.1))
-    return bool(link.step == 3)
+    """A single rank trains exactly as without a link, with DDP and without it; the link says so."""
+    digests = []
+    for wrapped in (True, False):
+        model = jobs.make() if wrapped else jobs.make().module
+        link = tw.attach(model, 0.05, exchange=exchange)
+        assert "single process" in link.why and link.stats()["steps"] == 0
+        jobs.train(model, rank, range(3), torch.optim.SGD(model.parameters(), lr=0.1))
+        link.load_state_dict(link.state_dict(gather=True))
+        link.detach()
+        digests.append(jobs.digest(model))
+    plain = jobs.make().module
+    jobs.train(plain, rank, range(3), torch.optim.SGD(plain.parameters(), lr=0.1))
+    return digests == [jobs.digest(plain)] * 2
 
 
 @pytest.mark.parametrize("exchange", ["dense", "gather", "scatter-reduce", tw.exchange.Hierarchical(), None], ids=str)

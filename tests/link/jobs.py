@@ -100,9 +100,9 @@ def converge(rank: int, names: list[str | None], steps: int, rate: float) -> Rea
 
 def together(rank: int, steps: int) -> tuple[list[int], list[int]]:
     """Train with small buckets exchanged together; checksums, and elements per exchange of the last step."""
-    from thinwire.link import link as module
+    from thinwire.tune import forecast as module
 
-    before, module.SMALL = module.SMALL, 1 << 19
+    before, module.JOINED_BELOW = module.JOINED_BELOW, 1 << 19
     seen: list[int] = []
     try:
         model = make()
@@ -117,5 +117,5 @@ def together(rank: int, steps: int) -> tuple[list[int], list[int]]:
         train(model, rank, range(steps), torch.optim.SGD(model.parameters(), lr=0.1))
         link.detach()
     finally:
-        module.SMALL = before
+        module.JOINED_BELOW = before
     return digest(model), seen

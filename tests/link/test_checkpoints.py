@@ -124,15 +124,63 @@ def test_states_that_do_not_fit_are_refused_with_what_to_do(cluster: Cluster, tm
     assert "ranks [1]" in cluster.run(refused, 1, states[1:])[0]
     strange = {**states[0], "codec": {**states[0]["codec"], "residuals": {"x": {"residual": torch.zeros(3)}}}}
     assert "strict=False" in cluster.run(refused, 2, strange)[0]
-    assert "version 7" in cluster.run(refused, 1, {**states[0], "version": 7})[0]
+    assert "version is 7" in cluster.run(refused, 1, {**states[0], "version": 7})[0]
     for key in ("step", "codec", "exchange", "units", "buckets"):
         partial = {name: value for name, value in states[0].items() if name != key}
         assert f"lacks {key}" in cluster.run(refused, 2, partial)[0]
         assert f"lacks {key}" in cluster.run(refused, 2, [states[1], partial])[0]
-    for codec in ({"version": 1, "step": 1, "selection": {}}, None):
-        assert "the codec's memory" in cluster.run(refused, 2, {**states[0], "codec": codec})[0]
+    codec = {"version": 2, "step": 1, "selection": {}}
+    assert "lacks the codec's residuals" in cluster.run(refused, 2, {**states[0], "codec": codec})[0]
+    assert "saved by thinwire 0.1" in cluster.run(refused, 1, {**states[0], "version": 1})[0]
     with pytest.raises(ValueError, match="different steps"):
         tw.merge_states([states[0], {**states[1], "step": 3}])
+
+
+def damaged(state: dict[str, Any]) -> list[Any]:
+    """States in each of which one field is not what it should be."""
+    codec, exchange = state["codec"], next(iter(state["exchange"]))
+    name = next(iter(codec["residuals"]))
+    wrong: dict[str, list[Any]] = {
+        "world_size": ["2", 2.0],
+        "rank": ["0"],
+        "weight": [[1]],
+        "step": [None, "3", -1],
+        "units": [None, [], {"scale": None, "rates": 3}],
+        "buckets": [None, {}, [3], [[3]], "names"],
+        "exchange": [None, [], {exchange: None}, {exchange: {"sizes": 3}}, {exchange: {"sizes": {"a": "b"}}}],
+        "codec": [None, 3, [], {**codec, "residuals": None}, {**codec, "residuals": {name: torch.zeros(3)}}],
+    }
+    wrong["codec"] += [{**codec, "residuals": {name: {"residual": "zeros"}}}, {**codec, "selection": 3}]
+    wrong["codec"] += [{**codec, "step": "one"}, {**codec, "selection": {name: 3}}, {**codec, "version": None}]
+    fields = [{**state, key: value} for key, values in wrong.items() for value in values]
+    return [*fields, None, 3, "state", [], [state, None]]
+
+
+def load_damaged(rank: int, path: str) -> list[str]:
+    """What is said of each; nothing of the link may change, and it trains on."""
+    state = torch.load(f"{path}/{rank}.pt", weights_only=True)
+    model = jobs.make()
+    link = tw.attach(model, 0.02, exchange="gather")
+    jobs.train(model, rank, range(2), torch.optim.SGD(model.parameters(), lr=0.1))
+    before, said = link.state_dict(), []
+    for broken in damaged(state):
+        with pytest.raises(ValueError) as caught:
+            link.load_state_dict(broken)
+        said.append(str(caught.value))
+        now = link.state_dict()
+        assert all(
+            torch.equal(t["residual"], now["codec"]["residuals"][n]["residual"])
+            for n, t in before["codec"]["residuals"].items()
+        )
+        assert {**now, "codec": None} == {**before, "codec": None}
+    jobs.train(model, rank, range(2, 4), torch.optim.SGD(model.parameters(), lr=0.1))
+    return said
+
+
+def test_a_damaged_state_is_refused_before_anything_changes(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(save, 2, "gather", str(tmp_path))
+    for said in cluster.run(load_damaged, 2, str(tmp_path)):
+        assert len(said) > 25 and all(sentence for sentence in said)
 
 
 def unopened(rank: int) -> dict[str, Any]:

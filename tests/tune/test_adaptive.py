@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import thinwire as tw
 from tests.codec.codec_cases import KINDS, quick
 from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
-from thinwire.tune.adaptive import Adaptive, Law, Rule
+from thinwire.tune.adaptive import Adaptive, MagnitudeCurve, Rule
 from thinwire.tune.cost import Affine, Array, Cost, Measured, Packets, Payload
 
 COSTS: list[Cost] = [
@@ -26,8 +26,8 @@ COSTS: list[Cost] = [
 ]
 
 
-def law_of(x: torch.Tensor, make: Any = NativeGroup) -> Law:
-    return Law(make([Vector(x, None, 1.0, None, None)]).histogram(1 << 40, 0), x.numel())
+def curve_of(x: torch.Tensor, make: Any = NativeGroup) -> MagnitudeCurve:
+    return MagnitudeCurve(make([Vector(x, None, 1.0, None, None)]).histogram(1 << 40, 0), x.numel())
 
 
 def gains(x: torch.Tensor, rule: Rule) -> Array:
@@ -66,13 +66,13 @@ def _expected_square(m: torch.Tensor, entries: int) -> float:
 def test_no_number_of_entries_pays_better(kind: int, n: int, seed: int, cost: Cost, rule: Rule) -> None:
     x = KINDS[kind](n, torch.Generator().manual_seed(seed))
     selection = Adaptive(cost, rule=rule, floor=1e-9, ceiling=1.0)
-    law = law_of(x)
-    if law.empty:
+    curve = curve_of(x)
+    if curve.empty:
         return
     entries = np.arange(1, n + 1, dtype=np.float64)
     prices = cost.of(selection.frame_bits(entries, n))
     worth = gains(x, rule) / prices
-    chosen = round(selection.best(law) * n)
+    chosen = round(selection.best(curve) * n)
     assert worth[chosen - 1] >= 0.96 * worth.max()
 
 
@@ -80,12 +80,12 @@ def test_no_number_of_entries_pays_better(kind: int, n: int, seed: int, cost: Co
 @given(n=st.sampled_from([1, 7, 200]), seed=st.integers(0, 99), kind=st.integers(0, len(KINDS) - 1))
 def test_the_random_choice_is_weighed_by_its_own_formula(n: int, seed: int, kind: int) -> None:
     x = KINDS[kind](n, torch.Generator().manual_seed(seed))
-    law = law_of(x)
-    if law.empty:
+    curve = curve_of(x)
+    if curve.empty:
         return
     for entries in {1, max(1, n // 10), max(1, n // 2)}:
         if entries <= int((x != 0).sum()):
-            found = float(law.omega(np.array([float(entries)]))[0])
+            found = float(curve.omega(np.array([float(entries)]))[0])
             assert found == pytest.approx(random_gain(x, entries), rel=0.06)
 
 
@@ -93,7 +93,7 @@ def test_the_random_choice_is_weighed_by_its_own_formula(n: int, seed: int, kind
 @given(kind=st.integers(0, len(KINDS) - 1), n=st.sampled_from([1, 31, 513, 4127]), seed=st.integers(0, 99))
 def test_both_twins_count_the_same(kind: int, n: int, seed: int) -> None:
     x = KINDS[kind](n, torch.Generator().manual_seed(seed))
-    native, twin = law_of(x).found, law_of(x, TorchGroup).found
+    native, twin = curve_of(x).found, curve_of(x, TorchGroup).found
     assert native.taken == twin.taken == n
     for one, other in zip((native.counts, native.low, native.high), (twin.counts, twin.low, twin.high), strict=True):
         assert np.array_equal(one, other)
@@ -110,21 +110,21 @@ def test_what_travels_is_what_was_chosen(kind: int, kernels: Any) -> None:
 
 
 def test_more_time_or_bandwidth_pays_for_more_entries() -> None:
-    law = law_of(torch.randn(100_000, generator=torch.Generator().manual_seed(0)))
+    curve = curve_of(torch.randn(100_000, generator=torch.Generator().manual_seed(0)))
     wide = {"floor": 1e-5, "ceiling": 1.0}
     densities = [
-        Adaptive(Affine(latency, 1e8), elements=25_000_000, **wide).best(law)  # type: ignore[arg-type]
+        Adaptive(Affine(latency, 1e8), elements=25_000_000, **wide).best(curve)  # type: ignore[arg-type]
         for latency in (1e-4, 1e-3, 1e-2, 1e-1)
     ]
     assert densities == sorted(densities) and densities[-1] > 10 * densities[0]
-    assert Adaptive(Affine(1e-2, 1e9), **wide).best(law) > Adaptive(Affine(1e-2, 1e8), **wide).best(law)  # type: ignore[arg-type]
-    assert Adaptive(Payload(), **wide).best(law) * law.n < 10  # type: ignore[arg-type]
+    assert Adaptive(Affine(1e-2, 1e9), **wide).best(curve) > Adaptive(Affine(1e-2, 1e8), **wide).best(curve)  # type: ignore[arg-type]
+    assert Adaptive(Payload(), **wide).best(curve) * curve.n < 10  # type: ignore[arg-type]
 
 
 def test_bounds_hold_and_the_density_moves_slowly() -> None:
     cost = Measured()
     selection = Adaptive(cost, floor=0.002, ceiling=0.05, start=0.01, smooth=0.2)
-    codec = tw.Codec(selection, feedback=tw.NoFeedback())  # the same law at every step
+    codec = tw.Codec(selection, feedback=tw.NoFeedback())  # the same curve at every step
     x = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
     counts = []
     for step in range(60):

@@ -9,13 +9,13 @@ from thinwire.tune.forecast import (
     FP16,
     HIERARCHICAL,
     SETTINGS,
+    ChangeDetector,
     Forecast,
-    Line,
+    LinearTime,
     Network,
-    Policy,
     Setting,
     Tiers,
-    Watch,
+    TuningPolicy,
     Workload,
     at_density,
     decide,
@@ -45,8 +45,8 @@ def test_a_network_from_a_rate_moves_what_the_collectives_move() -> None:
 
 
 def test_probes_give_a_line_even_when_they_contradict_each_other() -> None:
-    assert Line.through((64, 0.001), (65_600, 0.011))(65_600) == pytest.approx(0.011)
-    odd = Line.through((64, 0.002), (65_600, 0.001))
+    assert LinearTime.through((64, 0.001), (65_600, 0.011))(65_600) == pytest.approx(0.011)
+    odd = LinearTime.through((64, 0.002), (65_600, 0.001))
     assert odd.per_byte > 0.0 and odd.fixed > 0.0
 
 
@@ -93,12 +93,12 @@ def test_machines_with_several_ranks_add_up_before_they_send() -> None:
     thin = Network.ideal(16, 2e8, 1e-4)
     assert decide(WORK, thin).setting.exchange != HIERARCHICAL
     # Eight ranks to a machine: one link for two frames where there were eight times fourteen.
-    tiers = Tiers(8, Line(1e-4, 1e-10), Line(1e-4, 8 / 2e8))
+    tiers = Tiers(8, LinearTime(1e-4, 1e-10), LinearTime(1e-4, 8 / 2e8))
     chosen = decide(WORK, replace(thin, tiers=tiers))
     assert chosen.setting.exchange == HIERARCHICAL and "by hierarchical" in chosen.why()
     expected, times = chosen.expected, WORK.times(chosen.setting)
     assert expected.sent == pytest.approx(times.frame / 8)
-    slow_inside = replace(tiers, inside=Line(1e-4, 1e-7))
+    slow_inside = replace(tiers, inside=LinearTime(1e-4, 1e-7))
     assert decide(WORK, replace(thin, tiers=slow_inside)).setting.exchange != HIERARCHICAL
     with pytest.raises(ValueError, match="hierarchical"):
         forecast(chosen.setting, WORK, thin)
@@ -107,12 +107,12 @@ def test_machines_with_several_ranks_add_up_before_they_send() -> None:
 def test_what_carries_too_little_is_not_chosen() -> None:
     slow = Network.ideal(4, 1e6, 1e-4)
     assert decide(WORK, slow).setting.density == 0.01
-    assert decide(WORK, slow, policy=Policy(alpha=0.01)).setting.density == 0.001
-    assert decide(WORK, slow, policy=Policy(alpha=0.9)).setting == FP16
+    assert decide(WORK, slow, policy=TuningPolicy(alpha=0.01)).setting.density == 0.001
+    assert decide(WORK, slow, policy=TuningPolicy(alpha=0.9)).setting == FP16
 
 
 def test_a_little_time_is_not_worth_many_steps() -> None:
-    policy = Policy()
+    policy = TuningPolicy()
     some, few = (
         Forecast(Setting("x", "gather", density=d), s, 0.0, a) for d, s, a in ((0.01, 0.1, 0.12), (0.001, 0.097, 0.06))
     )
@@ -129,17 +129,17 @@ def test_a_small_gain_is_no_reason_to_change() -> None:
     assert decide(WORK, Network.ideal(4, 20e6, 5e-5), DENSE).changed
 
 
-def test_the_watch_notices_what_matters_and_nothing_else() -> None:
-    watch = Watch()
-    assert not watch.suspicious([0.1, 0.11, 0.1], 0.2)  # the yardstick
-    assert not watch.suspicious([0.12, 0.1, 0.13], 0.2)
-    assert watch.suspicious([0.5, 0.6, 0.4], 0.6)
-    assert watch.suspicious([0.01, 0.02, 0.01], 0.1)
-    watch.reset()
-    assert not watch.suspicious([0.5, 0.6, 0.4], 0.6)
-    watch.reset()
-    assert not watch.suspicious([0.0001], 0.04)
-    assert not watch.suspicious([0.0015], 0.04)  # fifteen times as long, and still nothing
+def test_the_detector_notices_what_matters_and_nothing_else() -> None:
+    detector = ChangeDetector()
+    assert not detector.changed([0.1, 0.11, 0.1], 0.2)  # the yardstick
+    assert not detector.changed([0.12, 0.1, 0.13], 0.2)
+    assert detector.changed([0.5, 0.6, 0.4], 0.6)
+    assert detector.changed([0.01, 0.02, 0.01], 0.1)
+    detector.reset()
+    assert not detector.changed([0.5, 0.6, 0.4], 0.6)
+    detector.reset()
+    assert not detector.changed([0.0001], 0.04)
+    assert not detector.changed([0.0015], 0.04)  # fifteen times as long, and still nothing
 
 
 def test_alpha_between_the_densities_that_were_measured() -> None:

@@ -1,6 +1,6 @@
-"""Dense: no compression; the all-reduce that DDP itself would do.
+"""Exchange: the interface between a link and the ways in which all ranks' tensors become their mean.
 
-For networks where compression does not pay, and as the yardstick in tests.
+`Dense` is the simplest of them: a plain all-reduce, for networks on which compression does not pay.
 """
 
 import zlib
@@ -21,9 +21,9 @@ Groups = Callable[[list[list[int]]], list[Channel]]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients to be averaged together. `outs` are flat float32 CPU tensors that receive the mean."""
+    """Tensors that are averaged together, by parameter name. `outs` are flat float32 CPU tensors for the mean."""
 
-    gradients: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
     outs: list[Tensor]
     step: int
     hold: frozenset[str]  # parameters that took no part in this step: nothing is sent for them
@@ -34,61 +34,66 @@ class Bucket:
 
     @property
     def key(self) -> str:
-        """Names the bucket by what is in it, and in which order: agreed sizes belong to that, whatever its number."""
-        names = "\n".join(self.gradients).encode()
-        return f"{next(iter(self.gradients), '')}+{len(self.outs)}+{zlib.crc32(names):08x}"
+        """Identifies the bucket by its parameters and their order, because DDP may renumber its buckets."""
+        names = "\n".join(self.tensors).encode()
+        return f"{next(iter(self.tensors), '')}+{len(self.outs)}+{zlib.crc32(names):08x}"
 
 
 @dataclass
 class Outcome:
-    """What came of one bucket. `undo` puts what this rank made known back into its memory.
+    """The result of exchanging one bucket.
 
-    `sent` writes what this rank's codec sent to flat tensors of the bucket's sizes; ask before the next bucket.
+    undo: adds what this rank sent back to its residual, for a step that every rank is going to skip.
+    sent: writes what this rank's codec sent to flat tensors of the bucket's sizes; call it before the next bucket.
     """
 
-    non_finite: list[int] = field(default_factory=list)  # ranks whose gradient was not finite
+    non_finite: list[int] = field(default_factory=list)  # ranks whose tensors were not finite
     counts: Mapping[str, int] = field(default_factory=dict)  # entries that this rank sent, by parameter
-    compress: float = 0.0
-    decode: float = 0.0
+    compress: float = 0.0  # seconds
+    decode: float = 0.0  # seconds
     undo: Callable[[], None] | None = None
     sent: Callable[[list[Tensor]], None] | None = None
 
 
 class Exchange(ABC):
-    """How everybody's gradients become the mean. One object serves one link."""
+    """A way to compute the mean of all ranks' tensors. One object serves one link."""
 
     @abstractmethod
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
-        """Called once, on all ranks. `sizes` are all parameters' sizes; `groups` makes channels of some ranks."""
+        """Prepare for a model; called once, on all ranks.
+
+        sizes: the number of elements of every parameter. groups: makes channels between some of the ranks.
+        """
 
     @abstractmethod
     def mean(self, bucket: Bucket) -> Outcome:
         """Write the mean to the bucket's outs, or report ranks that were not finite."""
 
     def channels(self) -> list[Channel]:
-        """All channels whose traffic is this exchange's."""
+        """The channels that this exchange uses, whose traffic the link counts."""
         return []
 
     def weight(self) -> int:
-        """How many ranks' gradients this rank's memory stands for: a mean of memories weighs it by that."""
+        """The number of ranks whose changes this rank's residual holds; a mean of residuals is weighted by it."""
         return 1
 
     def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to send messages of the same sizes: plain numbers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
+        """Load a saved state; ValueError if it is not one."""
 
 
-# A message that lacks entries is filled up to about this many bytes.
-_NEARLY = 32
+# A message counts as full if fewer than this many bytes of it are unused: the next entry may have been larger.
+_NEARLY_FULL = 32
 
 
 class AgreedSizes:
-    """Sizes of messages, per bucket, that every rank derives from what every rank has seen.
+    """Message sizes per bucket, which all ranks compute alike from the messages that all of them received.
 
-    A message is a little larger than the largest of late, and grows quickly when one was full; entries that do not
-    fit wait in the memory. It shrinks slowly, so that a step in which little was sent does not choke the next.
+    Collectives need equal message sizes. A message is a little larger than the largest recent one. It grows by 30 %
+    when one was full, and shrinks by at most 10 % a step. Entries that do not fit stay in the residual.
     """
 
     def __init__(self) -> None:
@@ -97,7 +102,7 @@ class AgreedSizes:
         self._used: dict[str, int] = {}
 
     def get(self, key: str, step: int, first: Callable[[], list[int]]) -> list[int]:
-        """The sizes for a bucket; `first` guesses them before anything was seen."""
+        """The sizes for a bucket; `first` estimates them before the bucket's first exchange."""
         if key not in self.sizes:
             self.sizes[key] = first()
             self._guessed.add(key)
@@ -105,47 +110,54 @@ class AgreedSizes:
         return self.sizes[key]
 
     def learn(self, key: str, largest: Sequence[int], slacks: Sequence[int]) -> None:
-        """Note the largest messages of a step, which all ranks know; full ones may lack `slack` bytes."""
+        """Adapt to the largest messages of a step. Up to `slack` bytes of a full message may be unused."""
         keep = 0.0 if key in self._guessed else 0.9
         self._guessed.discard(key)
         self.sizes[key] = [
             int(size * 1.3) + slack
-            if most + _NEARLY > size - slack
+            if most + _NEARLY_FULL > size - slack
             else max(int(keep * size), int(most * 1.04) + slack)
             for size, most, slack in zip(self.sizes[key], largest, slacks, strict=True)
         ]
 
     def state_dict(self) -> dict[str, list[int]]:
-        """The sizes of the last step's buckets; those of buckets that DDP has regrouped since are out of date."""
+        """The sizes of the last step's buckets; those that DDP has regrouped since are left out."""
         latest = max(self._used.values(), default=0)
         return {key: list(self.sizes[key]) for key, step in self._used.items() if step == latest}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Load saved sizes; ValueError, and nothing changes, if they are not sizes of messages."""
+        if not isinstance(state, Mapping) or not all(map(_is_sizes, state.values())):
+            raise ValueError("the sizes of messages in the exchange's state are not lists of whole numbers")
         self.sizes = {key: list(sizes) for key, sizes in state.items()}
         self._guessed.clear()
         self._used = dict.fromkeys(self.sizes, 0)
 
 
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(size, int) and 0 <= size < 1 << 40 for size in value)
+
+
 def first_size(codec: Codec, numels: list[int], step: int) -> int:
-    """A generous guess of a frame's size: 30 % more entries than expected."""
+    """Bytes for a bucket's first message: room for 30 % more entries than the selection expects."""
     counts = codec.expected_counts(numels, step)
     many = [n if n == c else min(n, int(c * 1.3) + 16) for n, c in zip(numels, counts, strict=True)]
     return codec.frame_bound(numels, many) + slack(codec, numels)
 
 
 def slack(codec: Codec, numels: list[int]) -> int:
-    """Bytes that an encoder keeps free for sections to come and then does not need.
+    """Bytes that an encoder reserves for later sections and may leave unused.
 
-    A message must have them to spare, or its first tensors would never find room.
+    A message needs them on top of its entries, or the first tensors of a bucket could never be written.
     """
     blocks = sum(-(-n // BLOCK) for n in numels if n < codec.min_numel)
     return 32 + 2 * len(numels) + 2 * blocks
 
 
 class Dense(Exchange):
-    """Sum everything, divide by the number of ranks; a non-finite value spreads by itself.
+    """Uncompressed all-reduce. A non-finite value reaches all ranks through the sum itself.
 
-    A memory that was loaded from a compressing link's state travels with the first gradients.
+    A residual that was loaded from a compressing link's state is added to the first tensors and then cleared.
     """
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
@@ -155,8 +167,8 @@ class Dense(Exchange):
         return [self._channel]
 
     def mean(self, bucket: Bucket) -> Outcome:
-        together = torch.cat([g.reshape(-1) for g in bucket.gradients.values()]).to(self._channel.device)
-        parts = dict(zip(bucket.gradients, torch.split(together, bucket.numels), strict=True))
+        together = torch.cat([g.reshape(-1) for g in bucket.tensors.values()]).to(self._channel.device)
+        parts = dict(zip(bucket.tensors, torch.split(together, bucket.numels), strict=True))
         loaded = {name: slots for name in parts if name not in bucket.hold and (slots := self._codec.residuals(name))}
         for name, slots in loaded.items():
             if "residual" in slots:
@@ -167,9 +179,9 @@ class Dense(Exchange):
             out.copy_(part)
         if loaded and bool(together.isfinite().all()):
             for slots in loaded.values():
-                for held in slots.values():
-                    held.zero_()
-        return Outcome(counts=dict(zip(bucket.gradients, bucket.numels, strict=True)))
+                for tensor in slots.values():
+                    tensor.zero_()
+        return Outcome(counts=dict(zip(bucket.tensors, bucket.numels, strict=True)))
 
     def __repr__(self) -> str:
         return "Dense()"

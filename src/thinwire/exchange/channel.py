@@ -1,4 +1,7 @@
-"""Groups: process groups of a link's own, so that its collectives never meet those of DDP or of the user."""
+"""Channel: the collectives that a link uses, on process groups of its own, with their bytes and time counted.
+
+Collectives on a separate process group cannot interleave with those of DDP or of the user's script.
+"""
 
 import contextlib
 import datetime
@@ -13,41 +16,41 @@ from torch import Tensor
 
 from thinwire.errors import LinkError
 
-# PyTorch is renaming it; the old name warns where the new one exists.
+# PyTorch renames this function; the old name warns where the new one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Larger messages are rare (a probe of a fast network), and new memory is a small part of what they take.
-_MOST_KEPT = 1 << 24
+# Buffers up to this size are kept from step to step. Larger messages are rare: a probe of a fast network.
+_LARGEST_KEPT = 1 << 24
 
 
 class Channel:
-    """A process group of its own, so that nobody else's collectives can come between ours."""
+    """One process group of a link, and counters of what it moved."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self._group: dist.ProcessGroup | None = group
         self.name = group.group_name
         self.rank = group.rank()
         self.world = group.size()
-        # Gloo gathers around a ring, in which every rank waits for all before it: sending to all at once is one hop.
+        # Gloo's all-gather is a ring of world - 1 rounds. Its all-to-all sends to all ranks at once, in one round.
         self._direct = dist.get_backend(group) == "gloo"
-        # Backends of GPUs move only GPU memory; frames themselves are made and read on the CPU.
+        # NCCL moves GPU memory only; frames are written and read on the CPU.
         self.device = device if device is not None and not self._direct else torch.device("cpu")
         self._rooms: dict[str, Tensor] = {}
         self.sent = 0
         self.received = 0
         self.seconds = 0.0
-        self.cpu = 0.0  # seconds that this thread computed inside collectives
+        self.cpu = 0.0  # seconds of this thread's CPU time inside collectives
 
     @property
     def group(self) -> dist.ProcessGroup:
         if self._group is None:
-            raise LinkError("the link broke before, and its process group with it: attach again")
+            raise LinkError("the link is detached, or an exchange failed before: attach again")
         return self._group
 
-    # What these three return is overwritten by the next of them: read it, or copy it, before.
+    # The next call of any of these three overwrites the returned tensors: read or copy them before.
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
-        """Everybody's message, in rank order; all are of one size."""
+        """All ranks' messages in rank order; all have the same size."""
         size, began = message.numel(), _now()
         out = self._room("out", size * self.world)
         if self._direct:
@@ -60,11 +63,11 @@ class Channel:
         return list(out.cpu().view(self.world, size).unbind()) if size else [message] * self.world
 
     def all_to_all(self, messages: Tensor, sizes: Sequence[int], size: int) -> list[Tensor]:
-        """Each rank gets its stretch of `messages` and sends `size` bytes here; nothing travels to the own rank."""
+        """Send each rank its part of `messages`, `sizes` bytes each, and receive `size` bytes from every other rank."""
         return self._exchange(messages, sizes, [0 if r == self.rank else size for r in range(self.world)])
 
     def all_gather_uneven(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Everybody's message, in rank order; `sizes` are all ranks', the own included."""
+        """All ranks' messages in rank order; `sizes` are the sizes of all ranks' messages, this rank's included."""
         others = [0 if r == self.rank else message.numel() for r in range(self.world)]
         expected = [0 if r == self.rank else size for r, size in enumerate(sizes)]
         copies = self._room("in", message.numel() * (self.world - 1))
@@ -81,15 +84,15 @@ class Channel:
         return list(torch.split(out.cpu(), list(expected)))
 
     def _all_to_all(self, out: Tensor, messages: Tensor, expected: list[int], sent: list[int]) -> None:
-        # The group's own method: the checks around it take as long as the rest, and ours are of one type and device.
+        # The group's own method, because the checks of the public function take as long as a small exchange itself.
         group: Any = self.group
         work = (getattr(group, "all_to_all_single", None) or group.alltoall_base)(out, messages, expected, sent)
         if work is not None:
             work.wait()
 
     def _room(self, name: str, size: int) -> Tensor:
-        """Bytes that stay where they are from step to step: new memory is slow at first."""
-        if size > _MOST_KEPT:
+        """A buffer that is used again in every step: page faults make newly allocated memory slow."""
+        if size > _LARGEST_KEPT:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         room = self._rooms.get(name)
         if room is None or room.numel() < size:
@@ -112,22 +115,27 @@ class Channel:
         self._count(0 if here else volume, volume * (self.world - 1) if here else 0, began)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Everybody gets one rank's tensor."""
+        """Copy one rank's tensor to all ranks, in place."""
         began = _now()
         dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group)
         volume = tensor.numel() * tensor.element_size()
         here = self.rank == root
         self._count(volume * (self.world - 1) if here else 0, 0 if here else volume, began)
 
+    def detach(self) -> dist.ProcessGroup | None:
+        """Give the process group up for another channel to use; None if it was given up or aborted before."""
+        group, self._group = self._group, None
+        return group
+
     def abort(self) -> None:
-        """Break the connections, so that ranks which wait for this one hear of it; nothing can be sent any more."""
+        """Close the connections, so that ranks waiting for this one get an error; the channel is unusable then."""
         group, self._group = self._group, None
         if group is None:
             return
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
             group.abort()
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-            dist.destroy_process_group(group)  # Gloo closes its sockets with the last reference, which goes here
+            dist.destroy_process_group(group)  # Gloo closes its sockets with the last reference, which is this one
 
     def _count(self, sent: int, received: int, began: tuple[float, float]) -> None:
         self.sent += sent
@@ -141,8 +149,25 @@ def _now() -> tuple[float, float]:
     return time.perf_counter(), time.thread_time()
 
 
+class LocalChannel(Channel):
+    """The channel of a single process: collectives return their own input."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = 0, 1
+        self.device = torch.device("cpu")
+        self.sent = self.received = 0
+        self.seconds = self.cpu = 0.0
+        self._group = None
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        return [message]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+
 def share(channel: Channel, mine: Sequence[float]) -> list[list[float]]:
-    """Everybody's numbers, in rank order."""
+    """All ranks' numbers, in rank order."""
     message = torch.tensor(list(mine), dtype=torch.float64).view(torch.uint8)
     return [m.clone().view(torch.float64).tolist() for m in channel.all_gather(message)]
 
@@ -151,7 +176,7 @@ T = TypeVar("T")
 
 
 def gather_json(channel: Channel, value: Any) -> list[Any]:
-    """Everybody's value, in rank order."""
+    """All ranks' values, in rank order; a value is anything that JSON can represent."""
     data = json.dumps(value).encode()
     length = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
     lengths = [int(t.clone().view(torch.int64)[0]) for t in channel.all_gather(length)]
@@ -162,12 +187,12 @@ def gather_json(channel: Channel, value: Any) -> list[Any]:
 
 
 def agreed(channel: Channel, prepare: Callable[[], T], describe: Callable[[T], dict[str, Any]]) -> T:
-    """What `prepare` makes, if all ranks can make it and describe it alike; otherwise all ranks raise."""
+    """The result of `prepare`, if it succeeds and is described alike on all ranks; otherwise all ranks raise."""
     try:
         made = prepare()
         description = describe(made)
     except Exception as error:
-        gather_json(channel, {"error": f"{error}"})  # the others wait for this rank: let them raise too
+        gather_json(channel, {"error": f"{error}"})  # the other ranks wait for this message, and raise too
         raise
     everybody = gather_json(channel, description)
     for rank, other in enumerate(everybody):
@@ -190,31 +215,71 @@ def _difference(key: str, ours: Any, theirs: Any) -> str:
     return f"a parameter: {' '.join(map(str, first[1]))} against {' '.join(map(str, first[0]))}"
 
 
+# Process groups of detached links, by parent group, ranks and timeout. They are used again, not destroyed: PyTorch
+# derives a group's name from the number of groups, and the store still holds the old addresses under that name.
+_unused: dict[tuple[str, tuple[int, ...], float], list[dist.ProcessGroup]] = {}
+
+
 class OwnGroups:
-    """Makes channels on groups of some of the parent's ranks."""
+    """Makes channels on process groups of some of a parent group's ranks, and takes the groups back."""
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, timeout: float | None) -> None:
         self._parent, self._device = parent, device
-        self._limit = datetime.timedelta(seconds=timeout) if timeout is not None else _timeout(parent)
-        self.all = Channel(self._new_group(None), device)
+        self._timeout = datetime.timedelta(seconds=timeout) if timeout is not None else _timeout(parent)
+        self._made: list[tuple[Channel, tuple[int, ...]]] = []
+        self._others: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []  # groups that this rank is not in
+        members = dist.get_process_group_ranks(parent)
+        self.all = Channel(self._group_of(members), device)
+        self._made.append((self.all, tuple(members)))
 
     def __call__(self, members: list[list[int]]) -> list[Channel]:
-        """A channel for each list of ranks; where this rank is not in one, the channel of all stands for it."""
-        made = [self._new_group(ranks) for ranks in members]
-        return [
-            Channel(group, self._device) if self.all.rank in ranks else self.all
-            for group, ranks in zip(made, members, strict=True)
-        ]
+        """A channel for each list of ranks; lists without this rank get the channel of all ranks as a placeholder."""
+        world, channels = dist.get_process_group_ranks(self._parent), []
+        for ranks in members:
+            chosen = [world[rank] for rank in ranks]
+            group = self._group_of(chosen)
+            if self.all.rank in ranks:
+                channels.append(Channel(group, self._device))
+                self._made.append((channels[-1], tuple(chosen)))
+            else:
+                channels.append(self.all)
+                self._others.append((group, tuple(chosen)))
+        return channels
 
-    def _new_group(self, ranks: list[int] | None) -> dist.ProcessGroup:
-        """A group of some of the parent's ranks; every rank of the world that has the parent must call it."""
-        members = dist.get_process_group_ranks(self._parent)
-        chosen = members if ranks is None else [members[r] for r in ranks]
+    def close(self) -> None:
+        """Keep the groups for the next link between the same ranks. Call it when no collective is under way."""
+        found = [(group, ranks) for channel, ranks in self._made if (group := channel.detach()) is not None]
+        for group, ranks in [*found, *self._others]:
+            _unused.setdefault(self._key(ranks), []).append(group)
+        self._made.clear()
+        self._others.clear()
+
+    def _key(self, ranks: tuple[int, ...]) -> tuple[str, tuple[int, ...], float]:
+        return self._parent.group_name, ranks, self._timeout.total_seconds()
+
+    def _group_of(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A process group of these global ranks; all ranks of the parent must call it."""
+        unused = _unused.get(self._key(tuple(ranks)), [])
+        while unused:
+            group = unused.pop()
+            if _is_alive(group):
+                return group
         backend = dist.get_backend(self._parent)
-        group: dist.ProcessGroup = dist.new_group(
-            chosen, timeout=self._limit, backend=backend, use_local_synchronization=backend != "mpi"
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=backend != "mpi"
         )
-        return group
+        return made
+
+
+def _is_alive(group: object) -> bool:
+    """Whether a group, or the mark of a group that this rank is not in, belongs to the present default group."""
+    if not isinstance(group, dist.ProcessGroup):
+        return True
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:

@@ -76,19 +76,19 @@ class Gather(Exchange):
 
     def _encode(self, bucket: Bucket, plan: _Plan, room: Tensor) -> tuple[Frame, list[int]]:
         """This rank's frame, in the room given, and the entries per tensor."""
-        if isinstance(bucket.gradients, Placed) and not bucket.hold:
-            found = plan.steady.encode(bucket.gradients, room, step=bucket.step)
+        if isinstance(bucket.tensors, Placed) and not bucket.hold:
+            found = plan.steady.encode(bucket.tensors, room, step=bucket.step)
             if found is not None:
                 return found
         part = Part(room, plan.numels, plan.reserves)
         (frame,), counts = encode_parts(
-            self._codec, bucket.gradients, plan.deals, [part], step=bucket.step, hold=bucket.hold
+            self._codec, bucket.tensors, plan.deals, [part], step=bucket.step, hold=bucket.hold
         )
         return frame, counts
 
     def _plan(self, bucket: Bucket) -> _Plan:
         numels, codec = bucket.numels, self._codec
-        names, deals, reserves = list(bucket.gradients), [Deal(1, 0)] * len(numels), codec.reserves(numels)
+        names, deals, reserves = list(bucket.tensors), [Deal(1, 0)] * len(numels), codec.reserves(numels)
         return _Plan(names, numels, deals, reserves, slack(codec, numels), SteadyEncoder(codec, reserves))
 
     def volume(self, key: str) -> int | None:

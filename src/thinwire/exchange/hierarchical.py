@@ -42,16 +42,16 @@ class Hierarchical(Exchange):
     def mean(self, bucket: Bucket) -> Outcome:
         inside, numels = self._inside, bucket.numels
         # 1. The machine's mean, on its first rank, and which of its parameters took part.
-        together = torch.cat([g.reshape(-1).float() for g in bucket.gradients.values()]).to(inside.device)
+        together = torch.cat([g.reshape(-1).float() for g in bucket.tensors.values()]).to(inside.device)
         together /= inside.world
-        used = torch.tensor([name not in bucket.hold for name in bucket.gradients], dtype=torch.float32)
+        used = torch.tensor([name not in bucket.hold for name in bucket.tensors], dtype=torch.float32)
         inside.reduce(together, 0)
         inside.reduce(used := used.to(inside.device), 0)
         outcome = Outcome()
         verdict = torch.zeros(1, device=inside.device)
         # 2. Between the machines, sparse.
         if self._leads:
-            parts = dict(zip(bucket.gradients, torch.split(together.cpu(), numels), strict=True))
+            parts = dict(zip(bucket.tensors, torch.split(together.cpu(), numels), strict=True))
             hold = frozenset(name for name, used_by in zip(parts, used.tolist(), strict=True) if not used_by)
             outcome = self._between.mean(Bucket(parts, bucket.outs, bucket.step, hold))
             verdict[0] = 1 + outcome.non_finite[0] * inside.world if outcome.non_finite else 0

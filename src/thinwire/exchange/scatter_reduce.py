@@ -106,9 +106,7 @@ class ScatterReduce(Exchange):
         rooms = list(torch.split(messages, wire))
         rooms[channel.rank] = plan.own
         parts = [Part(*part) for part in zip(rooms, plan.shares, plan.reserves, strict=True)]
-        frames, sent = encode_parts(
-            self._codec, bucket.gradients, plan.deals, parts, step=bucket.step, hold=bucket.hold
-        )
+        frames, sent = encode_parts(self._codec, bucket.tensors, plan.deals, parts, step=bucket.step, hold=bucket.hold)
         compress = time.perf_counter() - began
         # 2. To the owners.
         received = channel.all_to_all(messages, wire, budgets[channel.rank])
@@ -157,7 +155,7 @@ class ScatterReduce(Exchange):
         slacks = [slack(codec, [n for n in each if n]) for each in shares]
         own = torch.empty(room, dtype=torch.uint8)
         dealt = [(deal.world, deal.first) for deal in deals]
-        return _Plan(list(bucket.gradients), deals, shares, reserves, slacks, own, sums, dealt)
+        return _Plan(list(bucket.tensors), deals, shares, reserves, slacks, own, sums, dealt)
 
     def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
         """Entries may crowd in one share: room for twice as many as an even spread gives."""
@@ -190,7 +188,7 @@ class ScatterReduce(Exchange):
     def _keep(self, bucket: Bucket, plan: _Plan) -> None:
         """Add what is left of the sums to the memory."""
         rank = self._channel.rank
-        for i, (gradient, left) in enumerate(zip(bucket.gradients.values(), plan.sums, strict=True)):
+        for i, (gradient, left) in enumerate(zip(bucket.tensors.values(), plan.sums, strict=True)):
             held = self._codec.open_slots(plan.names[i], gradient).get("residual") if left.numel() else None
             if held is None:
                 continue

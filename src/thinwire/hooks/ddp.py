@@ -1,8 +1,8 @@
-"""Hook: what DDP calls with every bucket.
+"""The DDP hook: hands the gradient buckets of a DistributedDataParallel model to a link.
 
-DDP takes a communication hook once and for ever, so that a small dispatcher is registered, which hands buckets to
-the link that is attached, or to DDP's own all-reduce. (No `from __future__ import annotations` here: DDP reads the
-hook's annotations.)
+DDP takes a communication hook once and for all. The hook is therefore registered once per model, and averages buckets
+by DDP's own all-reduce while no link is attached. (No `from __future__ import annotations` here: DDP reads the hook's
+annotations. It accepts bound methods, but no partials and no callable objects.)
 """
 
 from collections.abc import Callable
@@ -10,45 +10,58 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.codec.encode import Placed
 from thinwire.errors import LinkError
-from thinwire.link.autotune import Pilot
+from thinwire.link.assembly import LinkOptions, open_link, open_local_link
 from thinwire.link.link import Job, Link
 
 
-class Dispatcher:
-    """The hook that DDP holds. Bound methods register; other callables and partials do not."""
+def attach_ddp(
+    model: DistributedDataParallel, options: LinkOptions, on_last_bucket: Callable[[], None] | None = None
+) -> Link:
+    """Attach a link to a DDP model; with a single rank, one that exchanges nothing."""
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    named = model.module.named_parameters()
+    parameters = {name: p for name, p in named if p.requires_grad and name not in ignored}
+    if dist.get_world_size(model.process_group) == 1:
+        return open_local_link(parameters, options)
+
+    def prepare() -> DDPHook:
+        _check_model(model, parameters)
+        return _hook_of(model, parameters)
+
+    link, hook = open_link(parameters, model.process_group, options, prepare)
+    link.serve(hook.release, hook.all_reduce)
+    hook.link, hook.on_last_bucket = link, on_last_bucket
+    return link
+
+
+class DDPHook:
+    """The communication hook that a DDP model holds."""
 
     def __init__(self, model: DistributedDataParallel, names: dict[int, str]) -> None:
         self.link: Link | None = None
-        self.pilot: Pilot | None = None
         self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
         self._views: dict[int, tuple[int, Placed]] = {}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        link, buffer, begins = self.link, bucket.buffer(), bucket.index() == 0
-        if link is None:
-            return self._all_reduce(buffer)
+        buffer = bucket.buffer()
+        if self.link is None:
+            return self.all_reduce(buffer, buffer.element_size())
         if self.on_last_bucket is not None and bucket.is_last():
             self.on_last_bucket()
-        if self.pilot is not None and self._piloted(self.pilot, bucket):
-            if begins:
-                link.units.factors()  # nothing is held back that would have to follow
-            return self._straight(self.pilot, buffer, bucket.is_last())
-        factors = link.units.factors() if begins else {}
-        job = Job(buffer, self._gradients(bucket), bucket.is_last(), begins, factors, _ready(buffer))
-        ends = self.pilot is not None and bucket.is_last()
-        return link.submit(job).then(self._ended if ends else _unwrap)
+        gradients = self._gradients(bucket)
+        return self.link.submit(Job(buffer, gradients, bucket.index() == 0, bucket.is_last(), _ready(buffer)))
 
     def _gradients(self, bucket: dist.GradBucket) -> Placed:  # type: ignore[name-defined]
-        """The bucket's gradients by name: the same objects from step to step, while DDP keeps its buckets.
+        """The bucket's gradients by parameter name: the same object from step to step while DDP keeps its buckets.
 
-        What is known here holds on to the memory, so that no other bucket can be found at the same address.
+        The views keep the buffer's memory alive, so that no other bucket can get the same address.
         """
         index, address = bucket.index(), bucket.buffer().data_ptr()
         known = self._views.get(index)
@@ -61,79 +74,59 @@ class Dispatcher:
         self._views[index] = address, views
         return views
 
-    def _piloted(self, pilot: Pilot, bucket: dist.GradBucket) -> bool:  # type: ignore[name-defined]
-        """Let the pilot see a bucket; whether it goes past the link."""
-        if bucket.index() == 0:
-            pilot.begin_step()
-        if pilot.sampling:
-            pilot.sample(self._gradients(bucket))
-        pilot.filled(bucket.buffer().numel())
-        return pilot.width > 0
-
-    def _straight(self, pilot: Pilot, buffer: Tensor, last: bool) -> torch.futures.Future[torch.Tensor]:
-        narrower = pilot.width < buffer.element_size()
-        future = self._all_reduce_half(buffer) if narrower else self._all_reduce(buffer)
-        return future.then(self._ended) if last else future
-
-    def _ended(self, future: torch.futures.Future[Any]) -> Tensor:
-        if self.pilot is not None:
-            self.pilot.ended()
-        return _unwrap(future)
-
-    def _all_reduce_half(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
-        """The same in 16 bits, as torch's fp16_compress_hook has it."""
-        half = buffer.to(torch.float16).div_(self._group.size())
-        work = dist.all_reduce(half, group=self._group, async_op=True)
+    def all_reduce(self, buffer: Tensor, width: int) -> torch.futures.Future[torch.Tensor]:
+        """Average a buffer as DDP does without a hook, bit for bit; or in 16 bits if `width` is below its type's."""
+        world = self._group.size()
+        half = width < buffer.element_size()
+        # DDP multiplies by the reciprocal; torch's fp16_compress_hook divides.
+        sent = buffer.to(torch.float16).div_(world) if half else buffer.mul_(1.0 / world)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
-        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: buffer.copy_(half))
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda done: buffer.copy_(sent) if half else buffer
+        )
         return future
-
-    def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
-        """What DDP does without a hook, to the bit: multiplied, not divided."""
-        buffer.mul_(1.0 / self._group.size())
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        assert work is not None
-        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: buffer)
-        return future
-
-    def take(self, link: Link, pilot: Pilot | None, on_last_bucket: Callable[[], None] | None) -> None:
-        """From now on buckets go to this link."""
-        self.link, self.pilot, self.on_last_bucket = link, pilot, on_last_bucket
 
     def release(self, link: Link) -> None:
-        """Forget a link, if it is still the one that is attached."""
+        """Forget a link, if it is still the attached one."""
         if self.link is link:
-            self.link = self.pilot = None
+            self.link = None
             self._views.clear()
 
 
-def dispatcher_of(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> Dispatcher:
-    """The dispatcher of a model to which no link is attached; registered with DDP the first time."""
-    found = getattr(model, "_thinwire_dispatcher", None)
-    if isinstance(found, Dispatcher):
+def _hook_of(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> DDPHook:
+    """The hook of a model without a link; registered with DDP the first time."""
+    found = getattr(model, "_thinwire_hook", None)
+    if isinstance(found, DDPHook):
         if found.link is not None:
             raise LinkError("this model is attached already; call detach() on its link first")
         return found
-    dispatcher = Dispatcher(model, {id(p): name for name, p in parameters.items()})
+    hook = DDPHook(model, {id(p): name for name, p in parameters.items()})
     try:
-        model.register_comm_hook(None, dispatcher.hook)
+        model.register_comm_hook(None, hook.hook)
     except RuntimeError as error:
         raise LinkError("the model has a communication hook already; DDP takes only one, for ever") from error
-    model._thinwire_dispatcher = dispatcher  # type: ignore[assignment]
-    return dispatcher
+    model._thinwire_hook = hook  # type: ignore[assignment]
+    return hook
 
 
-def _unwrap(future: torch.futures.Future[Any]) -> Tensor:
-    """Raising here, and not in the link's thread, is what lets the error surface in loss.backward()."""
-    value = future.value()
-    if isinstance(value, Exception):
-        raise value
-    assert isinstance(value, Tensor)
-    return value
+def _check_model(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
+    """ValueError says why the gradients of this model cannot be exchanged."""
+    wrapped = model._get_ddp_logging_data().get("num_parameter_tensors", len(parameters))
+    if wrapped != len(parameters):
+        raise ValueError(
+            f"DDP was made for {wrapped} parameters and {len(parameters)} require gradients now: "
+            "after freezing or unfreezing wrap the model in DDP again, then attach"
+        )
+    for name, module in model.module.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(f"{name} gives sparse gradients, which DDP's hooks cannot take: use sparse=False")
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ValueError("DDP's mixed_precision installs a hook of its own: use torch.autocast instead")
 
 
 def _ready(buffer: Tensor) -> Any:
-    """What the link's thread must wait for before it may read a GPU's gradients."""
+    """A function that returns when a GPU has computed the gradients, for the link's thread to call."""
     if not buffer.is_cuda:
         return lambda: None
     event = torch.cuda.Event()

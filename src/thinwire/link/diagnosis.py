@@ -7,17 +7,17 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """How far a step's compressed mean was from what training would do without compression (docs/convergence.md)."""
+    """How far a step's compressed mean was from what training would do without compression."""
 
     event: ClassVar[str] = "diagnosis"
     step: int
     delta: float  # ||sent||^2 / ||accumulated||^2
     xi: float  # ||selection of the mean - what was applied|| / ||dense mean||
-    residual_ratio: float  # ||held back|| / ||gradient||
+    residual_ratio: float  # ||residual|| / ||gradient||
     cosine: float  # of what was applied and the dense mean
-    age: float = math.nan  # steps that entries now held back have waited, on average
+    age: float = math.nan  # steps that the residual's entries have waited, on average
     age_oldest: int = 0
-    waited: float = math.nan  # steps that entries waited which travelled since the last diagnosis, on average
+    waited: float = math.nan  # steps that entries sent since the last diagnosis had waited, on average
 
     def text(self) -> str:
         """All figures in one line."""

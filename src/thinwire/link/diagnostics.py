@@ -1,7 +1,7 @@
-"""Diagnose: every so many steps, how far what travels is from what training would do without compression.
+"""Diagnostics: compares a link's exchange with a dense one every so many steps.
 
-docs/convergence.md explains the figures. A diagnosis costs two dense reductions and a few passes over the gradient;
-the steps between two of them only look at a sample of the memory, and a link without one does nothing at all.
+A diagnosis costs two dense reductions and a few passes over the tensors. The steps in between only follow the ages of a
+sample of the residual's entries.
 """
 
 import logging
@@ -23,17 +23,17 @@ _log = logging.getLogger("thinwire")
 
 # Entries of a tensor whose ages are followed.
 SAMPLE = 4096
-# An entry that stayed is what was accumulated, but for the kernels' rounding.
-_STAYED = 1e-6
+# Relative difference up to which an entry of the residual counts as unchanged: the kernels round differently.
+_UNCHANGED = 1e-6
 
 
 @dataclass
 class _Sums:
-    """What ranks add up: squared norms weighed by the ranks that a memory stands for, and ages by entries."""
+    """Sums over ranks: squared norms, weighted by the ranks that a residual stands for, and ages by entries."""
 
     sent: float = 0.0
     accumulated: float = 0.0
-    held: float = 0.0
+    kept: float = 0.0
     gradient: float = 0.0
     age: float = 0.0
     aged: float = 0.0
@@ -43,25 +43,25 @@ class _Sums:
 
 @dataclass
 class _Means:
-    """What every rank computes alike, from the means of all."""
+    """Figures that every rank computes alike from the means over all ranks."""
 
-    apart: float = 0.0  # squared distance of what was applied to the selection of the mean
+    apart: float = 0.0  # squared distance between the applied mean and the largest entries of the true mean
     dense: float = 0.0
     applied: float = 0.0
     product: float = 0.0
 
 
 class Ages:
-    """How long entries of the memory wait; follows a sample of each tensor's, or all of a small one's."""
+    """How many steps entries stay in the residual, from a sample of each tensor's entries."""
 
     def __init__(self) -> None:
         self._places: dict[str, Tensor] = {}
-        self._since: dict[str, Tensor] = {}  # the step after which an entry last travelled, or after which it was seen
+        self._since: dict[str, Tensor] = {}  # the step after which an entry was last sent, or first seen
         self._before: dict[str, Tensor] = {}
         self._waited = [0.0, 0.0]  # steps, entries
 
     def opened(self, batch: Batch) -> None:
-        """Note what was accumulated."""
+        """Remember the accumulated values of the sampled entries."""
         for name, vector, chosen in zip(batch.names, batch.vectors, batch.chosen, strict=True):
             if vector.kept is None or chosen.whole:
                 continue
@@ -73,25 +73,25 @@ class Ages:
             self._before[name] = before if vector.residual is None else before + vector.decay * vector.residual[places]
 
     def written(self, batch: Batch) -> None:
-        """An entry travelled if the memory holds something else than was accumulated."""
+        """An entry was sent if the residual now differs from what was accumulated."""
         for name, vector in zip(batch.names, batch.vectors, strict=True):
             before = self._before.pop(name, None)
             if before is None or vector.kept is None:
                 continue
-            gone = (vector.kept[self._places[name]] - before).abs() > _STAYED * before.abs()
+            gone = (vector.kept[self._places[name]] - before).abs() > _UNCHANGED * before.abs()
             since, weight = self._since[name], vector.n / len(before)
             self._waited[0] += weight * float((batch.step + 1 - since[gone]).sum())
             self._waited[1] += weight * int(gone.sum())
             since[gone] = batch.step + 1
 
-    def add_to(self, sums: _Sums, held: Mapping[str, Tensor], step: int) -> int:
-        """Ages of what is held back after a step, and how long what travelled since the last call had waited."""
+    def add_to(self, sums: _Sums, kept: Mapping[str, Tensor], step: int) -> int:
+        """Add the residual's ages and the delays of entries sent since the last call; returns the greatest age."""
         oldest = 0
         for name, places in self._places.items():
-            if name not in held:
+            if name not in kept:
                 continue
-            ages = step + 1 - self._since[name][held[name][places] != 0.0]
-            weight = held[name].numel() / len(places)
+            ages = step + 1 - self._since[name][kept[name][places] != 0.0]
+            weight = kept[name].numel() / len(places)
             sums.age += weight * float(ages.sum())
             sums.aged += weight * len(ages)
             oldest = max(oldest, int(ages.max()) if len(ages) else 0)
@@ -100,58 +100,58 @@ class Ages:
         return oldest
 
 
-class Examiner:
-    """Looks at one link's steps; all ranks have one that begins at the same step, or none has."""
+class Diagnostics:
+    """Diagnoses one link. Either all ranks have one, started at the same step, or none has."""
 
     def __init__(self, channel: Channel, every: int) -> None:
         self._channel, self._every = channel, every
         self._ages = Ages()
-        self._looking = False
+        self._active = False
         self._gradients: dict[str, Tensor] = {}
         self._accumulated: dict[str, Tensor] = {}
         self._sums, self._means = _Sums(), _Means()
-        self._held: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
 
-    # What the codec tells
+    # Called by the codec
 
     def opened(self, batch: Batch) -> None:
-        """Gradients are in the memory, and what is to travel is chosen."""
+        """Tensors are accumulated and the entries to send are chosen."""
         self._ages.opened(batch)
-        if self._looking:
+        if self._active:
             for name, vector in zip(batch.names, batch.vectors, strict=True):
                 self._accumulated[name] = vector.accumulated().cpu().clone()
 
     def written(self, batch: Batch) -> None:
-        """What travels is in a frame."""
+        """The frame is written."""
         self._ages.written(batch)
 
-    # What the link tells
+    # Called by the link
 
     def begin_step(self, step: int) -> None:
-        """Decide whether to look at a step, which counts from 0."""
-        self._looking = (step + 1) % self._every == 0
+        """Decide whether this step, counted from 0, is diagnosed."""
+        self._active = (step + 1) % self._every == 0
         self._sums, self._means = _Sums(), _Means()
-        self._held.clear()
+        self._kept.clear()
 
     def before(self, gradients: Mapping[str, Tensor]) -> None:
-        """Keep a bucket's gradients, which the mean is going to overwrite."""
-        if self._looking:
+        """Copy a bucket's gradients, which the mean is going to overwrite."""
+        if self._active:
             self._gradients = {name: g.detach().reshape(-1).float().cpu().clone() for name, g in gradients.items()}
 
-    def after(self, bucket: Bucket, exchange: Exchange, outcome: Outcome, held: Mapping[str, Tensor]) -> None:
-        """The bucket's outs hold the mean; all ranks know alike whether it is one."""
+    def after(self, bucket: Bucket, exchange: Exchange, outcome: Outcome, kept: Mapping[str, Tensor]) -> None:
+        """Compare the mean in the bucket's outputs with a dense mean. `kept` are the residuals after the exchange."""
         accumulated, self._accumulated = self._accumulated, {}
-        if not self._looking or outcome.non_finite:
+        if not self._active or outcome.non_finite:
             return
         gradients, weight = list(self._gradients.values()), exchange.weight()
-        straight = outcome.sent is None and weight > 0  # an exchange without a codec sends everything
-        if straight:
+        dense = outcome.sent is None and weight > 0  # an exchange without a codec sends everything
+        if dense:
             accumulated = self._gradients
         vectors = [accumulated.get(n, torch.zeros(g.numel())) for n, g in self._gradients.items()]
-        sent = vectors if straight else [torch.zeros(g.numel()) for g in gradients]
+        sent = vectors if dense else [torch.zeros(g.numel()) for g in gradients]
         if outcome.sent is not None:
             outcome.sent(sent)
-        self._held |= {name: held[name] for name in accumulated if name in held}
+        self._kept |= {name: kept[name] for name in accumulated if name in kept}
         sums = self._sums
         sums.sent += weight * _square(sent)
         sums.accumulated += weight * _square(vectors)
@@ -162,11 +162,11 @@ class Examiner:
     def _compare(
         self, gradients: Sequence[Tensor], accumulated: Sequence[Tensor], bucket: Bucket, outcome: Outcome, weight: int
     ) -> None:
-        """Means over all ranks, and what one selection from the mean would have sent."""
+        """Compare the applied mean with the dense mean, and with the largest entries of the accumulated mean."""
         world = self._channel.world
         dense = self._mean(gradients, 1.0 / world)
         whole = self._mean(accumulated, weight / world)
-        counts = [float(outcome.counts.get(name, 0)) for name in bucket.gradients]
+        counts = [float(outcome.counts.get(name, 0)) for name in bucket.tensors]
         rows = [row for row in share(self._channel, [float(weight), *counts]) if row[0] > 0.0]
         applied = [out.reshape(-1) for out in bucket.outs]
         for place, (mean, out) in enumerate(zip(whole, applied, strict=True), start=1):
@@ -183,12 +183,12 @@ class Examiner:
         self._channel.all_reduce(together)
         return list(torch.split(together.cpu(), [part.numel() for part in parts]))
 
-    def end_step(self, step: int, weight: int, *, spoiled: bool) -> Diagnosis | None:
-        """What was found, on all ranks alike; None where nobody looked or the step does not count."""
-        if not self._looking or spoiled:
+    def end_step(self, step: int, weight: int, *, skipped: bool) -> Diagnosis | None:
+        """The diagnosis, the same on all ranks; None if the step is not diagnosed or is skipped by all ranks."""
+        if not self._active or skipped:
             return None
-        self._sums.held = weight * _square(list(self._held.values()))
-        oldest = self._ages.add_to(self._sums, self._held, step)
+        self._sums.kept = weight * _square(list(self._kept.values()))
+        oldest = self._ages.add_to(self._sums, self._kept, step)
         mine = [float(getattr(self._sums, field.name)) for field in fields(_Sums)]
         everybody = share(self._channel, [*mine, float(oldest)])
         total = _Sums(*(sum(column) for column in list(zip(*everybody, strict=True))[:-1]))
@@ -197,7 +197,7 @@ class Examiner:
             step=step + 1,
             delta=_ratio(total.sent, total.accumulated),
             xi=math.sqrt(_ratio(means.apart, means.dense)),
-            residual_ratio=math.sqrt(_ratio(total.held, total.gradient)),
+            residual_ratio=math.sqrt(_ratio(total.kept, total.gradient)),
             cosine=_ratio(means.product, math.sqrt(means.applied * means.dense)),
             age=_ratio(total.age, total.aged),
             age_oldest=int(max(row[-1] for row in everybody)),
@@ -225,7 +225,7 @@ def _ratio(one: float, other: float) -> float:
 
 
 def _largest(vector: Tensor, entries: int) -> Tensor:
-    """The vector with all but its largest entries set to zero; those equal to the last of them stay too."""
+    """The vector with all but its largest entries set to zero; entries equal to the smallest of these are kept."""
     n = vector.numel()
     if entries >= n:
         return vector
@@ -237,7 +237,7 @@ def _largest(vector: Tensor, entries: int) -> Tensor:
 
 
 def agree_on_every(channel: Channel, every: int) -> None:
-    """ValueError on all ranks if they ask for diagnoses at different steps, or for something that is no number."""
+    """ValueError on all ranks if they ask for diagnoses at different steps, or for a negative number."""
     wishes = [int(row[0]) for row in share(channel, [float(every)])]
     if len(set(wishes)) > 1:
         rank = next(r for r, wish in enumerate(wishes) if wish != wishes[0])

@@ -1,5 +1,10 @@
-"""Link: one attached model; owns its codec, its exchange, its counters and the thread that talks for it."""
+"""Link: one model whose changes are exchanged in compressed form; it owns codec, exchange, counters and a thread.
 
+A hook (`thinwire.hooks`) submits buckets of named tensors. The link's thread exchanges them one after the other, in the
+order of submission, which is the same on every rank, while the backward pass goes on. A link knows nothing of DDP.
+"""
+
+import math
 import queue
 import threading
 import time
@@ -8,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,221 +21,70 @@ from torch import Tensor
 from thinwire import _native
 from thinwire.codec.codec import Codec
 from thinwire.codec.encode import Placed
+from thinwire.codec.selection import Selection
 from thinwire.codec.vectors import plain
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel
 from thinwire.link.diagnosis import Diagnosis
-from thinwire.link.diagnostics import Examiner, agree_on_every
+from thinwire.link.diagnostics import Diagnostics, agree_on_every
 from thinwire.link.replicas import check_replicas, describe_failure
-from thinwire.link.rescale import UnitWatch
-from thinwire.link.state import load_link_state, mean_link_state, without_strangers
+from thinwire.link.rescale import ResidualUnits
+from thinwire.link.state import STATE_VERSION, load_link_state, mean_link_state, without_unknown
+from thinwire.tune import forecast
+
+Future = torch.futures.Future[Any]
+# Averages a flat buffer in place without the link: (buffer, bytes per element on the wire) -> future of the buffer.
+AllReduce = Callable[[Tensor, int], Future]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One bucket on its way: its gradients are views of the buffer, which receives the mean."""
+    """One bucket that a hook submits. Its tensors are flat views of the buffer, which receives the mean."""
 
     buffer: Tensor
-    gradients: dict[str, Tensor]
-    last: bool
-    begins_step: bool
-    factors: dict[str, float] = field(default_factory=dict)  # by which memories are rescaled before the step
-    ready: Callable[[], None] = lambda: None
+    tensors: Mapping[str, Tensor]
+    first: bool  # whether the step begins with it
+    last: bool  # whether the step ends with it
+    ready: Callable[[], None] = lambda: None  # returns when a GPU has computed the tensors
 
+    @property
+    def in_place(self) -> bool:
+        """Whether exchanges can write the mean directly to the buffer."""
+        return self.buffer.device.type == "cpu" and self.buffer.dtype == torch.float32
 
-class Opened:
-    """A bucket's flat float32 views on the CPU, which receive the mean; its own memory where that is possible."""
+    def outputs(self) -> Mapping[str, Tensor]:
+        """Flat float32 CPU tensors for the mean: the job's own tensors where that is possible."""
+        if self.in_place:
+            return self.tensors
+        sizes = [tensor.numel() for tensor in self.tensors.values()]
+        return dict(zip(self.tensors, torch.split(torch.empty(sum(sizes)), sizes), strict=True))
 
-    def __init__(self, job: Job) -> None:
-        self._buffer = job.buffer
-        self._direct = job.buffer.device.type == "cpu" and job.buffer.dtype == torch.float32
-        self.outs = job.gradients
-        if not self._direct:
-            self._flat = torch.empty(job.buffer.numel())
-            sizes = [g.numel() for g in job.gradients.values()]
-            self.outs = dict(zip(job.gradients, torch.split(self._flat, sizes), strict=True))
-
-    def close(self) -> bool:
-        """Hand the mean to DDP; whether it outgrew the bucket's type, on which all ranks agree, bits being the same."""
-        if self._direct:
+    def finish(self, outputs: Mapping[str, Tensor]) -> bool:
+        """Copy the mean to the buffer; whether it overflowed float16, on which all ranks agree."""
+        if self.in_place:
             return False
-        self._buffer.copy_(self._flat)
-        if self._buffer.is_cuda:
-            torch.cuda.current_stream(self._buffer.device).synchronize()
-        return self._buffer.dtype == torch.float16 and not bool(self._buffer.isfinite().all())
+        self.buffer.copy_(torch.cat(list(outputs.values())))
+        if self.buffer.is_cuda:
+            torch.cuda.current_stream(self.buffer.device).synchronize()
+        return self.buffer.dtype == torch.float16 and not bool(self.buffer.isfinite().all())
 
 
-def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """All of them together; one alone stays the object that it is."""
-    return parts[0] if len(parts) == 1 else {name: t for part in parts for name, t in part.items()}
+class Tuner(Protocol):
+    """What a link tells whoever tunes it; `thinwire.link.autotune` has the one that serves "auto"."""
 
+    def begin_step(self) -> None:
+        """Called before a step's first bucket, when nothing is under way: settings may change now."""
 
-def without_gradient(gradients: Mapping[str, Tensor]) -> frozenset[str]:
-    """The names of those gradients that hold nothing at all."""
-    arrays = gradients.plain if isinstance(gradients, Placed) else None
-    if arrays is None and all(g.device.type == "cpu" and g.is_contiguous() for g in gradients.values()):
-        arrays = [plain(g) for g in gradients.values()]
-    if arrays is None:
-        return frozenset(name for name, g in gradients.items() if not g.any())
-    empty = _native.all_zero(arrays)
-    return frozenset(list(gradients)[i] for i in empty) if empty else _NOBODY
+    def bucket_ready(self, tensors: Mapping[str, Tensor], elements: int) -> None:
+        """Called when a bucket is submitted."""
 
-
-_NOBODY: frozenset[str] = frozenset()
-
-
-@dataclass
-class Counters:
-    """Sums over buckets."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    entries: int = 0
-    elements: int = 0
-    compress: float = 0.0
-    exchange: float = 0.0
-    decode: float = 0.0
-    cpu: float = 0.0  # seconds that the link's thread computed, collectives not counted
-
-    def report(self) -> dict[str, Any]:
-        return {**vars(self), "density": self.entries / self.elements if self.elements else 0.0}
-
-
-@dataclass
-class Stats:
-    """Counters of the whole run, of the last step and of the step under way."""
-
-    steps: int = 0
-    skipped: int = 0
-    total: Counters = field(default_factory=Counters)
-    last: Counters = field(default_factory=Counters)
-    per_parameter: dict[str, int] = field(default_factory=dict)
-    _now: Counters = field(default_factory=Counters)
-    _seen: dict[Channel, tuple[int, int, float, float]] = field(default_factory=dict)
-
-    def note(self, outcome: Outcome, gradients: Mapping[str, Tensor], hold: frozenset[str]) -> None:
-        """One bucket."""
-        now = self._now
-        now.entries += sum(outcome.counts.values())
-        now.elements += sum(g.numel() for name, g in gradients.items() if name not in hold)
-        now.compress += outcome.compress
-        now.decode += outcome.decode
-        self.per_parameter.update(outcome.counts)
-
-    def straight(self, elements: int, volume: int) -> None:
-        """A step whose gradients went by all-reduce, past the link."""
-        self._now.entries += elements
-        self._now.elements += elements
-        self._now.bytes_sent += volume
-        self._now.bytes_received += volume
-
-    def spent(self, cpu: float) -> None:
-        """Seconds that the link's thread computed, collectives included; they are taken off in the end."""
-        self._now.cpu += cpu
-
-    def end_step(self, channels: Sequence[Channel]) -> None:
-        """The step's buckets are all counted."""
-        now = self._now
-        for channel in channels:  # another exchange may have others than the last one had
-            sent, received, seconds, cpu = self._seen.get(channel, (0, 0, 0.0, 0.0))
-            now.bytes_sent += channel.sent - sent
-            now.bytes_received += channel.received - received
-            now.exchange += channel.seconds - seconds
-            now.cpu -= channel.cpu - cpu
-            self._seen[channel] = channel.sent, channel.received, channel.seconds, channel.cpu
-        for name, value in vars(now).items():
-            setattr(self.total, name, getattr(self.total, name) + value)
-        self.last, self._now = now, Counters()
-        self.steps += 1
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "skipped": self.skipped,
-            **self.total.report(),
-            "last_step": self.last.report(),
-            "per_parameter": dict(self.per_parameter),
-        }
-
-
-Item = tuple[Job, "torch.futures.Future[Any]"]
-
-# Elements below which a bucket waits for the next: a collective costs more than the overlap of so little gains.
-SMALL = 1 << 19
-
-
-class BucketThread:
-    """Calls its owner's methods: `run` with buckets, and `describe` if that fails, once and for all.
-
-    It must not keep an owner alive that nobody holds any more: `end` is for the owner's finalizer.
-    """
-
-    def __init__(self, run: Callable[[list[Job]], None], describe: Callable[[Exception], LinkError]) -> None:
-        self._run, self._describe = weakref.WeakMethod(run), weakref.WeakMethod(describe)
-        self.whole_steps = False  # whether all buckets of a step wait for its last
-        self._waiting: list[Item] = []
-        self._failure: LinkError | None = None
-        self._jobs: queue.Queue[Item | None] = queue.Queue()
-        threading.Thread(target=self._work, name="thinwire-link", daemon=True).start()
-
-    def submit(self, job: Job) -> torch.futures.Future[Any]:
-        """Queue a bucket; the future's value is the buffer with the mean, or the error that stopped it."""
-        future: torch.futures.Future[Any] = torch.futures.Future(
-            devices=[job.buffer.device] if job.buffer.is_cuda else None
-        )
-        if self._failure is not None:
-            future.set_result(self._failure)
-            return future
-        self._jobs.put((job, future))
-        return future
-
-    def wait(self) -> None:
-        """Return when no bucket is under way."""
-        self._jobs.join()
-
-    def end(self) -> None:
-        """Let the thread end, after what is queued."""
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            run, describe = self._run(), self._describe()
-            if run is not None and describe is not None:
-                self._take(*item, run, describe)
-            del run, describe, item
-            self._jobs.task_done()
-
-    def _take(
-        self,
-        job: Job,
-        future: "torch.futures.Future[Any]",
-        run: Callable[[list[Job]], None],
-        describe: Callable[[Exception], LinkError],
-    ) -> None:
-        """Work on one bucket, or pass on why not; whatever it is, the backward pass that waits must hear of it."""
-        if job.begins_step:
-            self._waiting.clear()
-        self._waiting.append((job, future))
-        small = sum(waiting.buffer.numel() for waiting, _ in self._waiting) < SMALL
-        if (small or self.whole_steps) and not job.last and self._failure is None:
-            return
-        jobs = [waiting for waiting, _ in self._waiting]
-        error: Exception | None = None
-        if self._failure is None:
-            try:
-                run(jobs)
-            except Exception as caught:
-                error = caught.with_traceback(None)  # its frames hold the process group, which must be let go
-        if error is not None:
-            self._failure = error if isinstance(error, LinkError) else describe(error)
-        for waiting, answer in self._waiting:
-            answer.set_result(waiting.buffer if self._failure is None else self._failure)
-        self._waiting.clear()
+    def end_step(self) -> None:
+        """Called when the step's last bucket holds the mean."""
 
 
 class Link:
-    """What `thinwire.attach` returns. Use it to save and restore the memory, to watch, and to detach."""
+    """What `thinwire.attach` returns: use it to save and restore the residual, to watch the exchange, and to detach."""
 
     def __init__(
         self,
@@ -241,30 +95,35 @@ class Link:
         *,
         why: str = "",
         check_every: int = 0,
-        units: UnitWatch | None = None,
-        on_detach: Callable[["Link"], None] = lambda link: None,
-        on_step: Callable[[Codec, Counters], None] | None = None,
+        units: ResidualUnits | None = None,
+        on_step: Callable[[Codec, "Counters"], None] | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.codec = codec
         self.exchange = exchange
         self.why = why
         self.step = 0
         self.diagnoses: list[Diagnosis] = []
-        self.units = units if units is not None else UnitWatch(parameters)
+        self.tuner: Tuner | None = None
+        self._units = units if units is not None else ResidualUnits(parameters)
         self._parameters = parameters
         self._channel = channel
         self._check_every = check_every
-        self._on_detach = on_detach
         self._on_step = on_step  # called by the link's thread, which may use the channel
+        self._on_close = on_close
+        self._on_detach: Callable[[Link], None] = lambda link: None
+        self._all_reduce: AllReduce | None = None
+        self._dense_width = 0  # bytes per element of an all-reduce in place of the exchange; 0: the exchange is used
+        self._factors: dict[str, float] = {}  # by which residuals are rescaled before the next step
         self._stats = Stats()
-        self._examiner: Examiner | None = None
+        self._diagnostics: Diagnostics | None = None
         self._outcomes: list[Outcome] = []
-        self._spoiled = False  # whether the step under way will be skipped
+        self._skip_step = False  # whether the present step holds a non-finite value, so that every rank skips it
         # Names exchanged together: so far in this step, in the one before, and when a loaded state was saved.
         self._groups_now: list[list[str]] = []
         self._groups_before: list[list[str]] = []
-        self._resumed: list[list[str]] | None = None
-        self._thread = BucketThread(self._run, self._describe)
+        self._groups_loaded: list[list[str]] | None = None
+        self._thread = LinkThread(self._run, self._describe)
         weakref.finalize(self, self._thread.end)
 
     def __repr__(self) -> str:
@@ -274,83 +133,134 @@ class Link:
             f"rank {self._channel.rank} of {self._channel.world}, step {self.step})"
         )
 
-    # The work, in the order of the buckets
+    # For hooks
 
-    def submit(self, job: Job) -> torch.futures.Future[Any]:
-        """Queue a bucket; the future's value is the buffer with the mean, or the error that stopped it."""
-        return self._thread.submit(job)
+    def serve(self, on_detach: Callable[["Link"], None], all_reduce: AllReduce | None = None) -> None:
+        """Name the hook that feeds this link: what to call at detach, and its own way to average a buffer."""
+        self._on_detach, self._all_reduce = on_detach, all_reduce
+
+    def submit(self, job: Job) -> Future:
+        """Average a bucket. The future's value is the job's buffer with the mean; it raises if the exchange failed."""
+        if job.first:
+            if self.tuner is not None:
+                self.tuner.begin_step()
+            factors = self._units.changes()
+            self._factors = {} if self._dense_width else factors  # an all-reduce has no residual to rescale
+        if self.tuner is not None:
+            self.tuner.bucket_ready(job.tensors, job.buffer.numel())
+        if not self._dense_width or self._all_reduce is None:
+            return self._thread.submit(job).then(_value_or_error)
+        future = self._all_reduce(job.buffer, self._dense_width)
+        return future.then(self._after_all_reduce) if job.last else future
+
+    def _after_all_reduce(self, future: Future) -> Tensor:
+        if self.tuner is not None:
+            self.tuner.end_step()
+        return _value_or_error(future)
+
+    # For tuners
+
+    @property
+    def can_all_reduce(self) -> bool:
+        """Whether the hook has a way to average buffers without the link."""
+        return self._all_reduce is not None
+
+    @property
+    def dense_width(self) -> int:
+        """Bytes per element of the all-reduce that is used in place of the exchange; 0 if the exchange is used."""
+        return self._dense_width
+
+    def use_exchange(self, exchange: Exchange, selection: Selection) -> None:
+        """Continue with another exchange, which is set up already, and another selection."""
+        self.exchange, self.codec.selection, self._dense_width = exchange, selection, 0
+
+    def use_all_reduce(self, width: int) -> None:
+        """Continue with the hook's own all-reduce of `width` bytes per element; the residual must be empty."""
+        self._dense_width = width
+
+    def count_dense_step(self, elements: int, volume: int) -> None:
+        """Count a step whose buckets were averaged by all-reduce, without the link's thread."""
+        self._stats.count_dense(elements, volume)
+        self._stats.end_step(self.exchange.channels())
+        self.step += 1
+        if self._check_every and self.step % self._check_every == 0:
+            check_replicas(self._channel, self._parameters, self.step)
+
+    @property
+    def last_step(self) -> "Counters":
+        """The counters of the last step."""
+        return self._stats.last
+
+    # The work of the link's thread, in the order of the buckets
 
     def _describe(self, error: Exception) -> LinkError:
         return describe_failure(error, self._channel, self.exchange.channels(), self.step)
 
     def _run(self, jobs: list[Job]) -> None:
-        """One bucket, or small ones together; after a resumption a whole step, regrouped as it was when saved."""
+        """Exchange one bucket or several small ones; after loading a state a whole step, grouped as it was saved."""
         for job in jobs:
             job.ready()
         began = time.thread_time()
-        if jobs[0].begins_step:
-            self._begin_step(jobs[0])
-        opened = [Opened(job) for job in jobs]
-        gradients = joined([job.gradients for job in jobs])
-        outs = joined([one.outs for one in opened])
+        if jobs[0].first:
+            self._begin_step()
+        outputs = [job.outputs() for job in jobs]
+        tensors, outs = _joined([job.tensors for job in jobs]), _joined(outputs)
         for names in self._groups(jobs):
-            these = gradients if names == list(gradients) else {name: gradients[name] for name in names}
+            these = tensors if names == list(tensors) else {name: tensors[name] for name in names}
             self._mean(these, [outs[name] for name in names])
-        for one in opened:
-            self._spoiled |= one.close()
-        self._stats.spent(time.thread_time() - began)
+        for job, output in zip(jobs, outputs, strict=True):
+            self._skip_step |= job.finish(output)
+        self._stats.add_cpu(time.thread_time() - began)
         if jobs[-1].last:
             self._end_step()
 
-    def _begin_step(self, job: Job) -> None:
+    def _begin_step(self) -> None:
         self._outcomes.clear()
         self._groups_now.clear()
-        self._spoiled = False
-        if self._examiner is not None:
-            self._examiner.begin_step(self.step)
-        for name, factor in job.factors.items():
+        self._skip_step = False
+        if self._diagnostics is not None:
+            self._diagnostics.begin_step(self.step)
+        for name, factor in self._factors.items():
             self.codec.rescale(factor, [name])
         if self._check_every and self.step and self.step % self._check_every == 0:
             check_replicas(self._channel, self._parameters, self.step)
 
     def _groups(self, jobs: list[Job]) -> list[list[str]]:
-        """The names that are exchanged together: all that are here, or the saved groups if they hold the same names."""
-        groups = [[name for job in jobs for name in job.gradients]]
-        saved, self._resumed = self._resumed, None
-        self._thread.whole_steps = False
-        if saved and sorted(chain(*saved)) == sorted(chain(*groups)):
-            groups = saved
+        """The names that are exchanged together: those of these jobs, or the loaded groups if they hold the same."""
+        groups = [[name for job in jobs for name in job.tensors]]
+        loaded, self._groups_loaded = self._groups_loaded, None
+        self._thread.wait_for_last = False
+        if loaded and sorted(chain(*loaded)) == sorted(chain(*groups)):
+            groups = loaded
         self._groups_now += groups
         return groups
 
-    def _mean(self, gradients: dict[str, Tensor], outs: list[Tensor]) -> None:
-        # A parameter without a gradient took no part here: DDP may drop what we would send for it.
-        hold = without_gradient(gradients)
-        bucket, examiner = Bucket(gradients, outs, self.step, hold), self._examiner
-        if examiner is not None:
-            examiner.before(gradients)
+    def _mean(self, tensors: Mapping[str, Tensor], outs: list[Tensor]) -> None:
+        # A parameter whose gradient is zero everywhere took no part in this step: DDP may drop what arrives for it.
+        bucket, diagnostics = Bucket(tensors, outs, self.step, all_zero(tensors)), self._diagnostics
+        if diagnostics is not None:
+            diagnostics.before(tensors)
         outcome = self.exchange.mean(bucket)
-        if examiner is not None:
-            held = {
-                name: slots["residual"] for name in gradients if "residual" in (slots := self.codec.residuals(name))
-            }
-            examiner.after(bucket, self.exchange, outcome, held)
+        if diagnostics is not None:
+            residuals = {name: self.codec.residuals(name).get("residual") for name in tensors}
+            kept = {name: residual for name, residual in residuals.items() if residual is not None}
+            diagnostics.after(bucket, self.exchange, outcome, kept)
         if outcome.non_finite:
-            self._spoiled = True
+            self._skip_step = True
             for out in outs:
                 out.fill_(torch.nan)
         self._outcomes.append(outcome)
-        self._stats.note(outcome, gradients, hold)
+        self._stats.add(outcome, tensors, bucket.hold)
 
     def _end_step(self) -> None:
-        """A step with a non-finite gradient will be skipped by everybody: take back what it made known."""
-        if self._spoiled:
+        """Finish a step. If a value was not finite, all ranks skip it: what it sent returns to the residual."""
+        if self._skip_step:
             for outcome in self._outcomes:
                 if outcome.undo is not None:
                     outcome.undo()
             self._stats.skipped += 1
-        if self._examiner is not None:
-            found = self._examiner.end_step(self.step, self.exchange.weight(), spoiled=self._spoiled)
+        if self._diagnostics is not None:
+            found = self._diagnostics.end_step(self.step, self.exchange.weight(), skipped=self._skip_step)
             self.diagnoses += [found] if found is not None else []
         self._outcomes.clear()
         self._groups_before = list(self._groups_now)
@@ -358,49 +268,47 @@ class Link:
         self._stats.end_step(self.exchange.channels())
         if self._on_step is not None:
             self._on_step(self.codec, self._stats.last)
+        if self.tuner is not None:
+            self.tuner.end_step()
 
-    def passed(self, elements: int, volume: int) -> None:
-        """Count a step whose gradients went by all-reduce, past the link; nothing is held back meanwhile."""
-        self._stats.straight(elements, volume)
-        self._stats.end_step(self.exchange.channels())
-        self.step += 1
-        if self._check_every and self.step % self._check_every == 0:
-            check_replicas(self._channel, self._parameters, self.step)
-
-    @property
-    def last_step(self) -> Counters:
-        """What the last step counted."""
-        return self._stats.last
+    # For users
 
     def wait(self) -> None:
         """Return when no bucket is under way."""
         self._thread.wait()
 
-    # For users
-
     def stats(self) -> dict[str, Any]:
-        """Counters since attach and of the last step: bytes, entries, density, seconds; entries per parameter."""
+        """Counters since attach, of the last step, and entries per parameter; keys end in their unit.
+
+        compression_ratio: bytes that a dense 32-bit all-reduce would have sent, divided by the bytes sent.
+        residual_norm: the Euclidean norm of this rank's residual over all parameters.
+        """
         self.wait()
-        return self._stats.report()
+        kept = [self.codec.residuals(name).get("residual") for name in self._parameters]
+        squares = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in kept if t is not None)
+        return {**self._stats.report(self._channel.world), "residual_norm": math.sqrt(squares)}
 
     def diagnose(self, every: int = 100) -> None:
-        """Compare what travels with a dense exchange every so many steps; 0 ends it. Call it on all ranks.
+        """Compare the exchange with a dense one every so many steps; 0 ends it. Call it on all ranks.
 
-        Figures go to the log (logger "thinwire", level INFO) and to `diagnoses`; docs/convergence.md explains them.
+        The figures go to the log (logger "thinwire", level INFO) and to `diagnoses`.
         """
         self.wait()
         agree_on_every(self._channel, every)
-        self._examiner = self.codec.observer = Examiner(self._channel, every) if every else None
+        self._diagnostics = self.codec.observer = Diagnostics(self._channel, every) if every else None
 
     def rescale(self, factor: float) -> None:
-        """Multiply the memory when the unit of the gradients changes; see Codec.rescale."""
+        """Multiply the residual when the unit of the tensors changes; see `Codec.rescale`."""
         self.wait()
         self.codec.rescale(factor)
 
     def detach(self) -> None:
-        """Give the model back to DDP's own all-reduce. The memory stays readable through `state_dict`."""
+        """Return to the uncompressed exchange. `state_dict()` still returns the residual afterwards."""
         self.wait()
         self._on_detach(self)
+        self._thread.end()
+        on_close, self._on_close = self._on_close, lambda: None
+        on_close()
 
     def __enter__(self) -> "Link":
         return self
@@ -412,24 +320,24 @@ class Link:
 
     @property
     def gathered(self) -> "GatheredLink":
-        """The link as frameworks want it that save one file: `state_dict()` is the mean of all ranks'."""
+        """This link for frameworks that save one file for all ranks: its `state_dict()` is the mean over ranks."""
         return GatheredLink(self)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """This rank's memory by parameter name; with `gather` the mean of all ranks' (call it on all of them).
+        """This rank's residual by parameter name; with `gather` the mean of all ranks' (call it on all of them).
 
         Plain tensors and numbers: save it with torch.save, load it with weights_only=True.
         """
         self.wait()
         state = {
-            "version": 1,
+            "version": STATE_VERSION,
             "world_size": self._channel.world,
             "rank": self._channel.rank,
             "weight": self.exchange.weight(),
             "step": self.step,
             "codec": self.codec.state_dict(),
             "exchange": {repr(self.exchange): self.exchange.state_dict()},
-            "units": self.units.state_dict(),
+            "units": self._units.state_dict(),
             "buckets": self._groups_before,
         }
         if not gather:
@@ -437,33 +345,222 @@ class Link:
         return mean_link_state(self._channel, state, self._parameters, self.codec.feedback.slots)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
-        """Take over a saved state: this rank's own, a gathered one, or the list of all ranks'.
+        """Load a saved state: this rank's own, a gathered one, or the list of all ranks'.
 
         With another number of workers than at saving, give a gathered state or all ranks' states: every rank
-        then starts from their mean, so the mean residual is what it was. `strict=False` leaves out memories of
+        then starts from their mean, which preserves the mean residual. `strict=False` leaves out residuals of
         parameters that are not in training here. Raises ValueError and changes nothing if the state does not fit.
         """
         self.wait()
         channel = self._channel
-        known = state if strict else without_strangers(state, self._parameters)
+        known = state if strict else without_unknown(state, self._parameters)
         mine = load_link_state(known, channel.rank, channel.world, self.exchange.weight(), self._parameters)
-        self.codec.load_state_dict(mine["codec"])
-        self.exchange.load_state_dict(mine["exchange"].get(repr(self.exchange), {}))
-        self.units.load_state_dict(mine["units"])
-        self.step = int(mine["step"])
-        # DDP begins with other buckets than it had: regrouping its first step makes it that of an unbroken run.
-        self._resumed = [list(names) for names in mine["buckets"]] or None
-        self._thread.whole_steps = self._resumed is not None
+        before = self.exchange.state_dict(), self._units.state_dict()
+        try:
+            self.exchange.load_state_dict(mine["exchange"].get(repr(self.exchange), {}))
+            self._units.load_state_dict(mine["units"])
+            self.codec.load_state_dict(mine["codec"])  # last: it checks everything before it changes anything
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            self.exchange.load_state_dict(before[0])
+            self._units.load_state_dict(before[1])
+            raise ValueError(f"the link's state cannot be loaded: {error}") from error
+        self.step = mine["step"]
+        # DDP regroups its buckets after the first step. Using the saved groups makes the resumed run bitwise equal.
+        self._groups_loaded = [list(names) for names in mine["buckets"]] or None
+        self._thread.wait_for_last = self._groups_loaded is not None
 
 
-@dataclass(frozen=True)
 class GatheredLink:
     """A link whose saved state is the same on every rank; `state_dict` is a collective: call it on all ranks."""
 
-    link: Link
+    def __init__(self, link: Link) -> None:
+        self.link = link
 
     def state_dict(self) -> dict[str, Any]:
+        """The mean of all ranks' states."""
         return self.link.state_dict(gather=True)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned, for any number of ranks."""
         self.link.load_state_dict(state)
+
+
+class LinkThread:
+    """Calls its owner's `run` with jobs in the order of submission, and `describe` with the error if that fails.
+
+    The thread holds its owner weakly, so that a link that nobody uses any more is freed; the owner's finalizer
+    calls `end`. After a failure every job gets the same error.
+    """
+
+    def __init__(self, run: Callable[[list[Job]], None], describe: Callable[[Exception], LinkError]) -> None:
+        self._run, self._describe = weakref.WeakMethod(run), weakref.WeakMethod(describe)
+        self.wait_for_last = False  # whether all buckets of a step are exchanged after its last one arrived
+        self._waiting: list[tuple[Job, Future]] = []
+        self._failure: LinkError | None = None
+        self._ended = False
+        self._jobs: queue.Queue[tuple[Job, Future] | None] = queue.Queue()
+        threading.Thread(target=self._work, name="thinwire-link", daemon=True).start()
+
+    def submit(self, job: Job) -> Future:
+        """Queue a job; the future's value is the buffer with the mean, or the error that prevented it."""
+        future: Future = torch.futures.Future(devices=[job.buffer.device] if job.buffer.is_cuda else None)
+        if self._failure is not None:
+            future.set_result(self._failure)
+            return future
+        self._jobs.put((job, future))
+        return future
+
+    def wait(self) -> None:
+        """Return when no job is under way."""
+        self._jobs.join()
+
+    def end(self) -> None:
+        """End the thread after the jobs that are queued."""
+        if not self._ended:
+            self._ended = True
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            run, describe = self._run(), self._describe()
+            if run is not None and describe is not None:
+                self._take(*item, run, describe)
+            del run, describe, item
+            self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _take(
+        self,
+        job: Job,
+        future: Future,
+        run: Callable[[list[Job]], None],
+        describe: Callable[[Exception], LinkError],
+    ) -> None:
+        """Exchange a job, or let a small one wait for the next. Every future gets a result: backward waits for it."""
+        if job.first:
+            self._waiting.clear()
+        self._waiting.append((job, future))
+        small = sum(waiting.buffer.numel() for waiting, _ in self._waiting) < forecast.JOINED_BELOW
+        if (small or self.wait_for_last) and not job.last and self._failure is None:
+            return
+        jobs = [waiting for waiting, _ in self._waiting]
+        error: Exception | None = None
+        if self._failure is None:
+            try:
+                run(jobs)
+            except Exception as caught:
+                error = caught.with_traceback(None)  # its frames refer to the process group, which must be freed
+        if error is not None:
+            self._failure = error if isinstance(error, LinkError) else describe(error)
+        for waiting, answer in self._waiting:
+            answer.set_result(waiting.buffer if self._failure is None else self._failure)
+        self._waiting.clear()
+
+
+@dataclass
+class Counters:
+    """Sums over buckets. Bytes are those that this rank's collectives move."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    entries: int = 0
+    elements: int = 0
+    compress_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    cpu_seconds: float = 0.0  # CPU time of the link's thread, collectives not counted
+
+    def report(self, world: int) -> dict[str, Any]:
+        """All counters, the density, and the compression ratio against a dense 32-bit all-reduce."""
+        dense = 8.0 * self.elements * (world - 1) / world
+        return {
+            **vars(self),
+            "density": self.entries / self.elements if self.elements else 0.0,
+            "compression_ratio": dense / self.bytes_sent if self.bytes_sent else 1.0,
+        }
+
+
+@dataclass
+class Stats:
+    """Counters of the whole run, of the last step and of the present step."""
+
+    steps: int = 0
+    skipped: int = 0
+    total: Counters = field(default_factory=Counters)
+    last: Counters = field(default_factory=Counters)
+    per_parameter: dict[str, int] = field(default_factory=dict)
+    _now: Counters = field(default_factory=Counters)
+    _seen: dict[Channel, tuple[int, int, float, float]] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome, tensors: Mapping[str, Tensor], hold: frozenset[str]) -> None:
+        """Count one bucket."""
+        now = self._now
+        now.entries += sum(outcome.counts.values())
+        now.elements += sum(t.numel() for name, t in tensors.items() if name not in hold)
+        now.compress_seconds += outcome.compress
+        now.decode_seconds += outcome.decode
+        self.per_parameter.update(outcome.counts)
+
+    def count_dense(self, elements: int, volume: int) -> None:
+        """Count a step that was averaged by an all-reduce outside the link."""
+        self._now.entries += elements
+        self._now.elements += elements
+        self._now.bytes_sent += volume
+        self._now.bytes_received += volume
+
+    def add_cpu(self, seconds: float) -> None:
+        """Count CPU time of the link's thread; `end_step` subtracts the collectives' part."""
+        self._now.cpu_seconds += seconds
+
+    def end_step(self, channels: Sequence[Channel]) -> None:
+        """Add the present step to the totals, with what these channels moved in it."""
+        now = self._now
+        for channel in channels:  # a tuner may have replaced the exchange, and its channels, since the last step
+            sent, received, seconds, cpu = self._seen.get(channel, (0, 0, 0.0, 0.0))
+            now.bytes_sent += channel.sent - sent
+            now.bytes_received += channel.received - received
+            now.exchange_seconds += channel.seconds - seconds
+            now.cpu_seconds -= channel.cpu - cpu
+            self._seen[channel] = channel.sent, channel.received, channel.seconds, channel.cpu
+        for name, value in vars(now).items():
+            setattr(self.total, name, getattr(self.total, name) + value)
+        self.last, self._now = now, Counters()
+        self.steps += 1
+
+    def report(self, world: int) -> dict[str, Any]:
+        """Everything as plain figures."""
+        return {
+            "steps": self.steps,
+            "skipped": self.skipped,
+            **self.total.report(world),
+            "last_step": self.last.report(world),
+            "per_parameter": dict(self.per_parameter),
+        }
+
+
+def _value_or_error(future: Future) -> Tensor:
+    """The value of a job's future. An error raised here, not in the link's thread, surfaces in loss.backward()."""
+    value = future.value()
+    if isinstance(value, Exception):
+        raise value
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """All parts as one mapping; a single part is returned as it is, because the codec recognises the object."""
+    return parts[0] if len(parts) == 1 else {name: t for part in parts for name, t in part.items()}
+
+
+_NONE: frozenset[str] = frozenset()
+
+
+def all_zero(tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    """The names of those tensors that are zero everywhere."""
+    arrays = tensors.plain if isinstance(tensors, Placed) else None
+    if arrays is None and all(t.device.type == "cpu" and t.is_contiguous() for t in tensors.values()):
+        arrays = [plain(t) for t in tensors.values()]
+    if arrays is None:
+        return frozenset(name for name, t in tensors.items() if not t.any())
+    empty = _native.all_zero(arrays)
+    return frozenset(list(tensors)[i] for i in empty) if empty else _NONE

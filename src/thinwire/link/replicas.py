@@ -1,6 +1,6 @@
-"""Replicas: whether all ranks hold the same parameters, and which ranks are still there.
+"""Replicas: checks that all ranks hold the same parameters, and finds out which rank failed.
 
-A checksum of every parameter is a few bytes; comparing them now and then turns silent divergence into an error.
+Comparing a checksum of every parameter now and then turns silent divergence into an error.
 """
 
 import re
@@ -32,15 +32,15 @@ def check_replicas(channel: Channel, parameters: Mapping[str, Tensor], step: int
         rank, place = differing[0]
         name, count = list(parameters)[place], sum(1 for r, _ in differing if r == rank)
         what = f"{name} and {count - 1} more" if count > 1 else name
-        # Between two ranks nobody can say which of them went astray.
+        # Two ranks cannot tell which of them is wrong.
         who = f"rank {rank} holds another {what} than the others" if channel.world > 2 else f"ranks differ in {what}"
         raise LinkError(f"step {step}: {who}; the replicas have diverged")
 
 
 def gather_reasons(channel: Channel, step: int, reason: str, patience: float = 2.0) -> dict[int, str | None]:
-    """After a failure: every rank's own reason ("" if it only suffered), None for ranks that keep silent.
+    """Every rank's reason for a failure: "" if another rank caused it, None for ranks that do not answer.
 
-    By the rendezvous store, because the process group is broken; empty if the store is gone too.
+    The ranks use the rendezvous store, because the process group is broken. If the store is gone too, nothing is known.
     """
     try:
         store = dist.distributed_c10d._get_default_store()
@@ -50,13 +50,13 @@ def gather_reasons(channel: Channel, step: int, reason: str, patience: float = 2
         while not store.check(keys) and time.monotonic() < until:
             time.sleep(0.05)
         return {r: store.get(key).decode()[1:] if store.check([key]) else None for r, key in enumerate(keys)}
-    except (RuntimeError, ValueError):  # the store died with its rank: nobody can be named
+    except (RuntimeError, ValueError):  # the rank that hosts the store died
         return {}
 
 
 def describe_failure(error: Exception, channel: Channel, channels: Iterable[Channel], step: int) -> LinkError:
-    """One sentence: who, when, and whose fault it is as far as the ranks that are left can tell."""
-    text = re.sub(r"^\[[^\]]*\] *", "", " ".join(str(error).split()))  # without the backend's source line
+    """An error that says in one sentence which rank failed, at which step, and why, as far as it can be known."""
+    text = re.sub(r"^\[[^\]]*\] *", "", " ".join(str(error).split()))  # remove the backend's source line
     own = "" if isinstance(error, RuntimeError) else text  # collectives raise RuntimeErrors
     where = f"rank {channel.rank}, step {step}"
     for each in {channel, *channels}:

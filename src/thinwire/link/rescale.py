@@ -1,6 +1,7 @@
-"""Units: notices when learning rates or the loss scale change, so that the memory can follow.
+"""Rescaling: keeps the residual consistent when the learning rate or the loss scale changes.
 
-What is held back is in units of gradient x loss scale, and is meant to be applied at the rate of its own step.
+The residual is a sum of gradients times the loss scale. When the learning rate changes, it is multiplied by
+lr_old / lr_new, so that lr x residual stays constant; when the loss scale changes, by scale_new / scale_old.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-class UnitWatch:
-    """Compares rates and loss scale with those of the step before."""
+class ResidualUnits:
+    """The learning rates and the loss scale that the residual refers to, and how they changed since the last step."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None = None, scaler: Any = None
@@ -35,8 +36,11 @@ class UnitWatch:
     def _present_scale(self) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
-    def factors(self) -> dict[str, float]:
-        """By what each parameter's memory must be multiplied before this step; rates of zero change nothing."""
+    def changes(self) -> dict[str, float]:
+        """Take over the present rates and scale; returns the factor for each parameter's residual where it is not 1.
+
+        A rate of zero changes nothing: the residual keeps its unit until the rate is positive again.
+        """
         if self._optimizer is None and self._scaler is None:
             return {}
         rates, scale = self._present_rates(), self._present_scale()
@@ -47,19 +51,21 @@ class UnitWatch:
             if before > 0.0 and now > 0.0:
                 factor *= before / now
             elif before > 0.0:
-                rates[name] = before  # the rate will come back: the memory waits in the old unit
+                rates[name] = before
             if factor != 1.0:
                 factors[name] = factor
         self._rates, self._scale = rates, scale
         return factors
 
     def state_dict(self) -> dict[str, Any]:
-        """The units of the memory as it is; the scaler and the optimizer may have moved on already."""
+        """The units of the residual as it is; the scaler and the optimizer may have changed theirs already."""
         scale = self._scale if self._scaler is not None else None
         return {"scale": scale, "rates": dict(self._rates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The memory that was loaded is in these units; the next step converts it to the present ones."""
+        """Load the units of a loaded residual; the next step converts it to the present ones."""
+        if not isinstance(state, Mapping) or not isinstance(state.get("rates", {}), Mapping):
+            raise ValueError("the units in the link's state are not a table of learning rates and a loss scale")
         if self._scaler is not None and state.get("scale") is not None:
             self._scale = float(state["scale"])
         if self._optimizer is not None:

@@ -1,6 +1,6 @@
-"""States: saved links, their mean over ranks, and what a rank may load.
+"""State: saved links, their mean over ranks, and what a rank may load.
 
-The mean residual is what matters to training: it survives any change of the number of workers.
+What matters to training is the mean residual: it is preserved under any change of the number of workers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,113 +13,154 @@ from thinwire.exchange.channel import Channel
 
 LinkState = dict[str, Any]
 
-_KEYS = ("world_size", "rank", "weight", "step", "codec", "exchange", "units", "buckets")
+STATE_VERSION = 2
+
+# The fields of a state and their types; None stands for "any rank" in a merged state.
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "world_size": (int, type(None)),
+    "rank": (int, type(None)),
+    "weight": (int, type(None)),
+    "step": (int,),
+    "codec": (dict,),
+    "exchange": (dict,),
+    "units": (dict,),
+    "buckets": (list,),
+}
 
 
-def _check_whole(state: Any) -> None:
-    """ValueError unless this is a link's state of this version, with all that belongs to it."""
-    if not isinstance(state, dict) or state.get("version") != 1:
-        version = state.get("version") if isinstance(state, dict) else state
-        raise ValueError(f"the link's state has version {version!r}, this thinwire reads 1")
-    missing = [key for key in _KEYS if key not in state]
-    if not missing and not (isinstance(state["codec"], dict) and "residuals" in state["codec"]):
-        missing = ["the codec's memory"]
+def check_state(state: Any) -> None:
+    """ValueError unless this is a link's state of this version, complete and of the right types."""
+    version = state.get("version") if isinstance(state, dict) else None
+    if version == 1:
+        raise ValueError(
+            "the link's state was saved by thinwire 0.1, whose states this version does not read: "
+            "continue without it (the residual starts at zero), or finish the run with thinwire 0.1"
+        )
+    if version != STATE_VERSION:
+        raise ValueError(
+            f"this is no state of a link that this thinwire reads: its version is {version!r}, not {STATE_VERSION}"
+        )
+    missing = [key for key in _FIELDS if key not in state]
+    if isinstance(state.get("codec"), dict) and "residuals" not in state["codec"]:
+        missing.append("the codec's residuals")
     if missing:
         raise ValueError(f"the link's state lacks {', '.join(missing)}: load it as state_dict() returned it")
+    wrong = [key for key, types in _FIELDS.items() if not isinstance(state[key], types)]
+    residuals = state["codec"]["residuals"] if "codec" not in wrong else {}
+    wrong += [] if "codec" in wrong or _are_residuals(residuals) else ["the codec's residuals"]
+    wrong += [] if "exchange" in wrong or _is_table(state["exchange"], dict) else ["exchange"]
+    wrong += [] if "buckets" in wrong or all(_is_names(names) for names in state["buckets"]) else ["buckets"]
+    wrong += [] if "step" in wrong or state["step"] >= 0 else ["step"]
+    if wrong:
+        raise ValueError(f"the link's state has an invalid {wrong[0]}: load it as state_dict() returned it")
+
+
+def _is_table(value: object, kind: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in value.items())
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_residuals(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(n, str) and _is_table(s, Tensor) for n, s in value.items())
 
 
 def merge_states(states: Sequence[LinkState]) -> LinkState:
     """The mean of all ranks' states, for any number of workers; needs no process group.
 
-    A parameter that a rank has no memory of counts as zeros there. Thresholds that selections learned and sizes
-    that ranks agreed on are not averaged: they are found again within a few steps.
+    A parameter for which a rank has no residual counts as zeros there. Thresholds that selections learned and message
+    sizes that ranks agreed on are not averaged: a run finds them again within a few steps.
     """
     if not states:
         raise ValueError("there are no states to merge")
     for state in states:
-        _check_whole(state)
+        check_state(state)
     steps = {state["step"] for state in states}
     if len(steps) > 1:
         raise ValueError(f"the states are of different steps ({sorted(steps)}): they are not of one checkpoint")
-    ranks = sorted(-1 if state["rank"] is None else int(state["rank"]) for state in states)
+    ranks = sorted(-1 if state["rank"] is None else state["rank"] for state in states)
     if ranks != list(range(states[0]["world_size"] or 0)):
         raise ValueError(
             f"these are the states of ranks {ranks}, of {states[0]['world_size']} that saved theirs: "
             "give each rank's state once"
         )
-    memory: dict[str, dict[str, Tensor]] = {}
+    mean: dict[str, dict[str, Tensor]] = {}
     for state in sorted(states, key=lambda s: int(s["rank"])):
-        share = state["weight"] / len(states)
+        weight = state["weight"] / len(states)
         for name, slots in state["codec"]["residuals"].items():
+            into = mean.setdefault(name, {})
             for slot, tensor in slots.items():
-                into = memory.setdefault(name, {})
-                into[slot] = into[slot] + share * tensor.cpu() if slot in into else share * tensor.cpu()
-    return _shared(states[0], memory)
+                into[slot] = into[slot] + weight * tensor.cpu() if slot in into else weight * tensor.cpu()
+    return _for_any_rank(states[0], mean)
 
 
-def _shared(state: LinkState, memory: dict[str, dict[str, Tensor]]) -> LinkState:
-    """The state that every rank may start from."""
-    codec = {**state["codec"], "residuals": memory, "selection": {}}
+def _for_any_rank(state: LinkState, residuals: dict[str, dict[str, Tensor]]) -> LinkState:
+    """A state that every rank may start from."""
+    codec = {**state["codec"], "residuals": residuals, "selection": {}}
     return {**state, "world_size": None, "rank": None, "weight": None, "codec": codec, "exchange": {}, "buckets": []}
 
 
 def mean_link_state(
     channel: Channel, state: LinkState, parameters: Mapping[str, Tensor], slots: Sequence[str]
 ) -> LinkState:
-    """The same over a process group: one reduction per tensor, so that no rank holds all memories."""
+    """The mean of all ranks' states over a process group: one reduction per tensor, so that no rank holds all."""
     mine = state["codec"]["residuals"]
-    memory: dict[str, dict[str, Tensor]] = {}
-    # Ranks may have opened memories in different orders, or not at all: the parameters' order is everybody's.
+    mean: dict[str, dict[str, Tensor]] = {}
+    # Ranks may have created residuals in different orders, or not at all: the order of the parameters is common.
     for name, parameter in parameters.items():
         for slot in slots:
-            held = mine.get(name, {}).get(slot)
-            share = torch.zeros(parameter.numel()) if held is None else held.cpu() * (state["weight"] / channel.world)
-            share = share.to(channel.device)
-            channel.all_reduce(share)
-            memory.setdefault(name, {})[slot] = share.cpu()
-    return _shared(state, memory)
+            kept = mine.get(name, {}).get(slot)
+            part = torch.zeros(parameter.numel()) if kept is None else kept.cpu() * (state["weight"] / channel.world)
+            part = part.to(channel.device)
+            channel.all_reduce(part)
+            mean.setdefault(name, {})[slot] = part.cpu()
+    return _for_any_rank(state, mean)
 
 
 def load_link_state(
     state: LinkState | Sequence[LinkState], rank: int, world: int, weight: int, parameters: Mapping[str, Tensor]
 ) -> LinkState:
-    """What this rank takes over; ValueError says what does not fit and what to give instead."""
-    if isinstance(state, dict):
-        _check_whole(state)
-    else:
+    """The state that this rank loads; ValueError says what does not fit and what to give instead."""
+    if isinstance(state, (list, tuple)):
         merged = merge_states(state)
         own = next((s for s in state if s["rank"] == rank), None)
-        # Another number of workers, or an exchange that keeps memories elsewhere: only the mean can be taken over.
+        # With another number of workers, or an exchange that keeps residuals on other ranks, only the mean fits.
         fits = len(state) == world and own is not None and own["weight"] == weight
         state = own if fits and own is not None else merged
+    check_state(state)
+    assert isinstance(state, dict)
     if state["rank"] is not None and (state["world_size"], state["rank"], state["weight"]) != (world, rank, weight):
         raise ValueError(
             f"the state is that of rank {state['rank']} of {state['world_size']} and this is rank {rank} of {world}, "
-            "or its exchange kept memories elsewhere: load the list of all ranks' states, or one made with "
+            "or its exchange kept residuals on other ranks: load the list of all ranks' states, or one made with "
             "state_dict(gather=True)"
         )
     for name, slots in state["codec"]["residuals"].items():
         if name not in parameters:
             raise ValueError(
-                f"the state holds a memory for {name!r}, which is not a parameter in training here; "
+                f"the state holds a residual for {name!r}, which is not a parameter in training here; "
                 "strict=False leaves it out"
             )
         for tensor in slots.values():
             if tensor.numel() != parameters[name].numel() or not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{name}: the saved memory has another size, or is not finite")
+                raise ValueError(f"{name}: the saved residual has another size, or is not finite")
     return state
 
 
-def without_strangers(
+def without_unknown(
     state: LinkState | Sequence[LinkState], parameters: Mapping[str, Tensor]
 ) -> LinkState | list[LinkState]:
-    """The state, or states, without memories of parameters that are not in training here."""
-    if not isinstance(state, dict):
+    """The state, or states, without residuals of parameters that are not in training here."""
+    if isinstance(state, (list, tuple)):
         return [_known(s, parameters) for s in state]
+    check_state(state)
+    assert isinstance(state, dict)
     return _known(state, parameters)
 
 
 def _known(state: LinkState, parameters: Mapping[str, Tensor]) -> LinkState:
-    _check_whole(state)
-    memory = {name: slots for name, slots in state["codec"]["residuals"].items() if name in parameters}
-    return {**state, "codec": {**state["codec"], "residuals": memory}}
+    check_state(state)
+    known = {name: slots for name, slots in state["codec"]["residuals"].items() if name in parameters}
+    return {**state, "codec": {**state["codec"], "residuals": known}}

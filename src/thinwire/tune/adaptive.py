@@ -1,7 +1,7 @@
-"""Adaptive: as many entries as pay, by CAT's rule, at every step.
+"""Adaptive: a selection that chooses the density with the most descent per cost at every step (CAT's rule).
 
-Of all numbers of entries it takes the one that buys the most descent per cost, on gradient + memory, from one
-histogram of a sample. The number moves slowly, so that frames keep their size, and stays between two densities.
+It estimates the descent of every number of entries from one histogram of a sample of gradient + residual, and divides
+it by the cost of sending them. The density changes slowly, so that frames keep their size, and stays within bounds.
 """
 
 import math
@@ -20,8 +20,8 @@ from thinwire.tune.cost import Array, Cost, Measured
 
 
 @dataclass(frozen=True)
-class Law:
-    """The law of a vector of n elements; counts are of the vector, not of the sample."""
+class MagnitudeCurve:
+    """Sums over the largest entries of a vector of n elements, as functions of their number, from a histogram."""
 
     found: Histogram
     n: int
@@ -32,17 +32,17 @@ class Law:
 
     @cached_property
     def counts(self) -> Array:
-        """Entries down to each bin's lower edge, beginning with none."""
+        """The number of entries down to each bin's lower edge, beginning with 0."""
         return self._summed(self.found.counts)
 
     @cached_property
     def magnitudes(self) -> Array:
-        """Their sum of magnitudes."""
+        """The sum of magnitudes of so many largest entries."""
         return self._summed(self.found.counts * (self.found.low + self.found.high) / 2.0)
 
     @cached_property
     def squares(self) -> Array:
-        """Their sum of squares: as if the magnitudes of a bin were spread evenly."""
+        """The sum of squares of so many largest entries, with magnitudes spread evenly within a bin."""
         low, high = self.found.low, self.found.high
         return self._summed(self.found.counts * (low * low + low * high + high * high) / 3.0)
 
@@ -53,26 +53,26 @@ class Law:
 
     @property
     def empty(self) -> bool:
-        """Whether all is zero."""
+        """Whether all entries are zero."""
         return not len(self.found.counts) or not self.squares[-1] > 0.0
 
     def alpha(self, entries: Array) -> Array:
-        """The share of the squared norm in so many of the largest entries."""
+        """CAT's alpha: the share of the squared norm in so many of the largest entries."""
         return np.asarray(np.interp(entries, self.counts, self.squares) / self.squares[-1])
 
     def beta(self, entries: Array) -> Array:
-        """The same if only their signs and one scale travel."""
+        """CAT's beta: the same if only signs and one scale are sent."""
         sums = np.interp(entries, self.counts, self.magnitudes)
         return np.asarray(sums * sums / (np.maximum(entries, 1e-9) * self.squares[-1]))
 
     def omega(self, entries: Array) -> Array:
-        """The same for a random choice that is right on average: ||g||^2 over the expected ||sent||^2."""
+        """CAT's omega: the same for an unbiased random selection, ||g||^2 / E ||sent||^2."""
         scales = self.scales(entries)
         above, at = self._above(scales, self.squares), self._above(scales, self.magnitudes)
         return np.asarray(self.squares[-1] / (above + scales * (self.magnitudes[-1] - at)))
 
     def scales(self, entries: Array) -> Array:
-        """What smaller magnitudes are rounded to, or to zero, so that so many entries are expected to travel."""
+        """The magnitude to which smaller ones are rounded at random, or to zero, for an expected number of entries."""
         low = np.maximum(self.found.low, 1e-38)
         rest = self.magnitudes[-1] - self.magnitudes
         # Expected entries where the scale is each bin's lower edge; before the first, where it exceeds all.
@@ -89,40 +89,40 @@ class Law:
         return np.asarray(np.interp(scales, edges, sums[::-1]))
 
     def threshold(self, entries: float) -> tuple[float, int]:
-        """A threshold that about so many magnitudes exceed, and how many that are equal to it must pass besides."""
+        """A threshold that about so many magnitudes exceed, and how many entries equal to it are sent too."""
         place = int(np.searchsorted(self.counts, entries, side="left"))
         if place == 0 or place >= len(self.counts):
             return 0.0, 0
         low, high = self.found.low[place - 1], self.found.high[place - 1]
         before, until = self.counts[place - 1], self.counts[place]
-        if low == high:  # one value, or many that are equal: they pass by number
+        if low == high:  # all magnitudes of the bin are equal
             return float(low), max(1, round(entries - before))
         share = (entries - before) / (until - before)
         threshold = high * (low / high) ** share
-        # At the bin's end its smallest magnitude is to pass too.
+        # At the end of the bin its smallest magnitude must exceed the threshold too.
         return float(np.nextafter(np.float32(low), np.float32(0.0)) if share >= 1.0 else threshold), 0
 
 
 Rule = Literal["plain", "sign", "stochastic"]
 Agree = Literal["min", "max", "mean"]
 
-# Entries beyond the threshold that a sample should hold, and the most elements that one takes. Fewer than TopK has: the
-# density follows slowly anyway.
+# Entries above the threshold that a sample should contain, and the largest sample. Fewer than TopK takes, because the
+# density changes slowly anyway.
 _EXCEED = 500
 _MOST = 1 << 20
-# Numbers of entries that are weighed, evenly spaced by ratio: the best of all is hardly better than the best of these.
+# Numbers of entries that are compared, evenly spaced on a logarithmic scale.
 _CANDIDATES = 256
 
 
 @dataclass(frozen=True)
 class Adaptive(Selection):
-    """The density that buys the most descent for its cost, between `floor` and `ceiling`.
+    """Sends the density with the most descent for its cost, between `floor` and `ceiling`.
 
     rule: "plain" (the entries as they are), "sign" (for the values `Sign`), or "stochastic": entries are chosen at
-        random in proportion to their magnitude and scaled up, so that the mean is right; it needs `NoFeedback()`.
-    start: the density until the cost is known. smooth: the share of the way to the best density that a step goes.
-    agree: all ranks of a link take the smallest, largest or mean density (by ratio); None: each takes its own.
-    bits, elements: of a value, and of the model whose step the cost is of; `attach` fills them in.
+        random in proportion to their magnitude and scaled up, which is unbiased; it needs `NoFeedback()`.
+    start: the density until the cost is known. smooth: the part of the way to the best density that a step goes.
+    agree: all ranks of a link use the smallest, largest or geometric mean density; None: each rank uses its own.
+    bits, elements: bits of a value, and elements of the model; `attach` fills them in.
     """
 
     cost: Cost = field(default_factory=Measured)
@@ -146,7 +146,7 @@ class Adaptive(Selection):
                 f"Adaptive needs 0 < floor <= start <= ceiling <= 1, not {self.floor}, {self.start}, {self.ceiling}"
             )
         if not 0.0 < self.smooth <= 1.0:
-            raise ValueError(f"smooth lies in (0, 1], not {self.smooth}; 1 jumps to the best density at once")
+            raise ValueError(f"smooth lies in (0, 1], not {self.smooth}; 1 uses the best density at once")
 
     def within(self, *, bits: float, elements: int, seed: int) -> "Adaptive":
         """The same selection for a model of so many elements, with values of so many bits."""
@@ -160,35 +160,35 @@ class Adaptive(Selection):
     def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
         # 1. One histogram of a sample, fine enough for the density of late.
         wanted = min(int(_EXCEED / state.get("density", self.start)), _MOST)
-        law = Law(group.histogram(wanted, step), group.n)
-        if law.empty:
+        curve = MagnitudeCurve(group.histogram(wanted, step), group.n)
+        if curve.empty:
             return Cut(0.0)
         # 2. The best density of all, and one step towards it.
-        density = self._approach(self.best(law) if self.cost.known else self.start, state)
+        density = self._approach(self.best(curve) if self.cost.known else self.start, state)
         # 3. The threshold that gives it.
         entries = float(min(max(density * group.n, 1.0), group.n))
         if self.rule == "stochastic":
-            scale = float(law.scales(np.array([entries]))[0])
+            scale = float(curve.scales(np.array([entries]))[0])
             seed = _native.mix(_native.mix(self.seed & SEEDS ^ step) ^ key)
             group.vectors = [_rounded(v, scale, _native.mix(seed + i)) for i, v in enumerate(group.vectors)]
             return Cut(0.0)
-        return Cut(*law.threshold(entries))
+        return Cut(*curve.threshold(entries))
 
-    def best(self, law: Law) -> float:
-        """The density that buys the most for its cost."""
-        entries = _candidates(max(self.floor * law.n, 1.0), max(self.ceiling * law.n, 1.0))
-        gain = {"plain": law.alpha, "sign": law.beta, "stochastic": law.omega}[self.rule](entries)
-        # The other tensors of the step are taken to be like this one: its bits stand for their share of the frame.
-        step_bits = self.frame_bits(entries, law.n) * max((self.elements or law.n) / law.n, 1.0)
-        return float(entries[np.argmax(gain / self.cost.of(step_bits))]) / law.n
+    def best(self, curve: MagnitudeCurve) -> float:
+        """The density with the most descent for its cost."""
+        entries = _candidates(max(self.floor * curve.n, 1.0), max(self.ceiling * curve.n, 1.0))
+        gain = {"plain": curve.alpha, "sign": curve.beta, "stochastic": curve.omega}[self.rule](entries)
+        # The cost is that of a whole step: assume that the other tensors send the same density.
+        step_bits = self.frame_bits(entries, curve.n) * max((self.elements or curve.n) / curve.n, 1.0)
+        return float(entries[np.argmax(gain / self.cost.of(step_bits))]) / curve.n
 
     def frame_bits(self, entries: Array, n: int) -> Array:
-        """About what so many entries of n take: their values, and positions at little more than the entropy."""
+        """Approximate bits of so many entries of n: their values, and positions near the entropy."""
         value = 1.0 if self.rule == "sign" else 8.0 if self.bits is None else self.bits
         return np.asarray(entries * (value + 1.6 + np.log2(np.maximum(n / np.maximum(entries, 1.0), 1.0))))
 
     def _approach(self, best: float, state: dict[str, float]) -> float:
-        """Go part of the way, by ratio; what the ranks agreed on goes before the own wish."""
+        """Move the density part of the way, on a logarithmic scale, to what the ranks agreed on or to the own best."""
         state["wish"] = best
         aim = state.get("agreed", best) if self.agree is not None else best
         if "density" not in state:
@@ -198,31 +198,31 @@ class Adaptive(Selection):
         return min(max(state["density"], self.floor), self.ceiling)
 
     def agreed(self, wishes: list[float]) -> float:
-        """What comes of all ranks' wishes."""
+        """The density that follows from all ranks' best ones."""
         if self.agree == "mean":
             return math.exp(sum(map(math.log, wishes)) / len(wishes))
         return min(wishes) if self.agree == "min" else max(wishes)
 
     def again(self, factor: float) -> Selection:
-        # What was rounded at random is right on average; a second selection without a memory would not be.
+        # Values that were rounded at random are unbiased; selecting again without a residual would not be.
         return Threshold(0.0) if self.rule == "stochastic" else self.scaled(factor)
 
     def rescale(self, factor: float, state: dict[str, float]) -> None:
         """Densities have no unit."""
 
     def expected(self, n: int, step: int) -> int:
-        # Where bits alone count the rule goes to its floor, and the first messages should not be ten times as large.
+        # If only bits count, the rule goes to its floor: do not make the first messages ten times as large.
         return count_of(self.floor if self.cost.bits_alone else self.start, n)
 
 
 @lru_cache(maxsize=1024)
 def _candidates(least: float, most: float) -> Array:
-    """Numbers of entries to weigh, the same for every step."""
+    """The numbers of entries to compare."""
     return np.unique(np.round(np.geomspace(least, most, _CANDIDATES)))
 
 
 def _rounded(vector: Vector, scale: float, seed: int) -> Vector:
-    """Magnitudes below the scale become the scale, with the probability that keeps the mean, or zero."""
+    """Round magnitudes below the scale to the scale or to zero, at random, so that the mean is unchanged."""
     if vector.kept is not None:
         raise ValueError('the rule "stochastic" is right on average without a residual: use NoFeedback()')
     x = vector.accumulated()

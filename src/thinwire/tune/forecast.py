@@ -1,6 +1,6 @@
-"""Auto: which setting a model, a machine and a network ask for, and when to think again.
+"""Forecast: the time of a training step by setting, and which setting is best for a model, a machine and a network.
 
-It only computes: whoever measures gives every rank the same figures, and so every rank decides alike.
+Arithmetic only: the same figures give the same decision on every rank.
 """
 
 import math
@@ -11,8 +11,8 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds by bytes."""
+class LinearTime:
+    """Seconds as a linear function of bytes."""
 
     fixed: float
     per_byte: float
@@ -21,47 +21,47 @@ class Line:
         return self.fixed + self.per_byte * size
 
     @classmethod
-    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> "Line":
-        """The line through two probes (bytes, seconds); noise must not give it a negative slope."""
+    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> "LinearTime":
+        """The function through two measurements (bytes, seconds). Its slope is positive whatever the noise."""
         slope = max((large[1] - small[1]) / max(large[0] - small[0], 1.0), 1e-13)
         return cls(max(small[1] - slope * small[0], 1e-7), slope)
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Machines of several ranks: what it takes within one, and between the first ranks of all."""
+    """Times of exchanges within a machine of several ranks, and between the first ranks of all machines."""
 
     per_machine: int
-    inside: Line  # to one rank and back to all, by the bytes of the vector that is summed
-    between: Line  # all-gather, by the bytes of each machine's message
+    inside: LinearTime  # reduce and broadcast, by the bytes of the vector
+    between: LinearTime  # all-gather, by the bytes of each machine's message
 
 
 @dataclass(frozen=True)
 class Network:
-    """All-gathers and all-reduces between `world` ranks."""
+    """Times of collectives between `world` ranks, measured or computed from a rate."""
 
     world: int
-    gather: Line  # by the bytes of each rank's message
-    reduce: Line  # by the bytes of the vector that is summed
-    tiers: Tiers | None = None  # where machines have several ranks each
+    gather: LinearTime  # all-gather, by the bytes of each rank's message
+    reduce: LinearTime  # all-reduce, by the bytes of the vector
+    tiers: Tiers | None = None  # for machines of several ranks each
 
     @classmethod
     def ideal(cls, world: int, bandwidth: float, latency: float) -> "Network":
-        """Links of so many bits a second for each rank, and so many seconds for each of a ring's rounds."""
+        """A network of links with `bandwidth` bits per second and `latency` seconds per round of a ring."""
         byte, others = 8.0 / bandwidth, world - 1
         return cls(
             world,
-            Line(others * latency, others * byte),
-            Line(2 * others * latency, 2 * others / max(world, 1) * byte),
+            LinearTime(others * latency, others * byte),
+            LinearTime(2 * others * latency, 2 * others / max(world, 1) * byte),
         )
 
     def scatter(self, size: float) -> float:
-        """Parts of a message to their owners and everybody's result back: two rounds of 1/world of the message."""
+        """Seconds to send the parts of a message to their owners, and to gather the results: two rounds of 1/world."""
         return 2.0 * self.gather(size / max(self.world, 1))
 
     @property
     def bandwidth(self) -> float:
-        """Bits a second that a rank can send, as all-gathers see it."""
+        """Bits per second that a rank can send, estimated from all-gathers."""
         return 8.0 * max(self.world - 1, 1) / self.gather.per_byte
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to average gradients: `width` bytes an element in an all-reduce, or a codec of some density and bits."""
+    """A way to average gradients: an all-reduce of `width` bytes per element, or a codec of a density and bits."""
 
     name: str
     exchange: str = "dense"
@@ -86,11 +86,11 @@ class Setting:
         return f"{self.name} by {self.exchange}" if self.compressed else self.name
 
 
-# Elements below which a link lets a bucket wait for the next (ddp/link.py).
-SMALL = 1 << 19
-# What encoding takes for an entry that travels, in elements that are only looked at.
+# A link exchanges a bucket of fewer elements together with the next: a collective costs more than overlapping it gains.
+JOINED_BELOW = 1 << 19
+# Time to encode an entry that is sent, relative to reading an element that is not.
 _ENTRY = 17.0
-# What headers and spare room add when a frame is cut into one part for every rank.
+# Size of a frame in parts, one for each rank, relative to one frame: headers and spare bytes of each part.
 _SCATTERED = 1.2
 
 HIERARCHICAL = "hierarchical"
@@ -107,7 +107,7 @@ TIERED = tuple(Setting(f"{d:g}", HIERARCHICAL, density=d) for d in DENSITIES)
 
 @dataclass(frozen=True)
 class CodecTimes:
-    """What a codec really takes for the whole model: seconds to encode, to read one frame, and the frame's bytes."""
+    """Measurements of a codec on the whole model: seconds to encode, seconds to decode one frame, bytes of a frame."""
 
     encode: float
     decode: float
@@ -119,32 +119,32 @@ class Workload:
     """A step of a model on its machine, without any exchange."""
 
     compute: float  # seconds
-    buckets: tuple[int, ...]  # elements, in the order in which they fill
-    ready: tuple[float, ...]  # seconds before the last bucket is full, as numbers of at most 0
-    encode: float  # seconds to encode 1 % of everything
-    decode: float  # seconds to read one such frame
-    copy: float = 0.0  # seconds to narrow everything to 16 bits and back
-    alpha: Mapping[float, float] | None = None  # by density: the share of the squared norm that it carries
-    codecs: Mapping[str, CodecTimes] | None = None  # by a setting's name, where they were measured
+    buckets: tuple[int, ...]  # elements, in the order of submission
+    ready: tuple[float, ...]  # seconds relative to the last bucket's submission: at most 0
+    encode: float  # seconds to encode 1 % of the model
+    decode: float  # seconds to decode one such frame
+    copy: float = 0.0  # seconds to convert the model to 16 bits and back
+    alpha: Mapping[float, float] | None = None  # by density: the share of the squared norm that is sent
+    codecs: Mapping[str, CodecTimes] | None = None  # measured codecs, by the setting's name
 
     @property
     def elements(self) -> int:
         return sum(self.buckets)
 
     def times(self, setting: Setting) -> CodecTimes:
-        """What a codec takes: as measured, or from what 1 % takes."""
+        """The times of a setting's codec: measured, or scaled from the times at 1 %."""
         if self.codecs is not None and setting.name in self.codecs:
             return self.codecs[setting.name]
-        # Encoding reads every element and writes the chosen ones; decoding knows only these.
+        # Encoding reads all elements and writes the selected entries; decoding reads only these.
         encode = self.encode * (1.0 + _ENTRY * setting.density) / (1.0 + 0.01 * _ENTRY)
         return CodecTimes(encode, self.decode * setting.density / 0.01, frame_bytes(setting, self.elements))
 
     def together(self) -> "Workload":
-        """The same with small buckets exchanged together with the next, as links do."""
+        """The same workload with small buckets joined to the next one, as links exchange them."""
         buckets, ready, waiting = [], [], 0
         for place, (elements, at) in enumerate(zip(self.buckets, self.ready, strict=True)):
             waiting += elements
-            if waiting >= SMALL or place == len(self.buckets) - 1:
+            if waiting >= JOINED_BELOW or place == len(self.buckets) - 1:
                 buckets.append(waiting)
                 ready.append(at)
                 waiting = 0
@@ -153,7 +153,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a setting is expected to do."""
+    """The expected time, traffic and alpha of a setting."""
 
     setting: Setting
     seconds: float
@@ -162,13 +162,13 @@ class Forecast:
 
 
 def frame_bytes(setting: Setting, elements: int) -> float:
-    """About the bytes of a frame of that many elements: values and scales, positions, and room to spare."""
+    """The approximate bytes of a frame: values and scales, positions, and spare room."""
     each = setting.bits + 0.13 + 1.6 + math.log2(1.0 / setting.density)
     return 64.0 + 1.04 * setting.density * elements * each / 8.0
 
 
 def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
-    """The time of a step and what a rank sends in it."""
+    """Forecast a step: buckets are exchanged one after the other, each as soon as it is ready."""
     done = -math.inf
     work = work.together() if setting.compressed else work
     for elements, ready in zip(work.buckets, work.ready, strict=True):
@@ -201,7 +201,7 @@ def _exchange(setting: Setting, work: Workload, network: Network, elements: int)
         return within + share * (times.encode + machines * times.decode) + tiers.between(share * times.frame)
     if setting.exchange == "gather":
         return share * (times.encode + network.world * times.decode) + network.gather(share * times.frame)
-    # Two selections, the second of a share of the entries; of every entry one rank reads all, and everybody the result.
+    # Each rank encodes twice: its own entries, and the sums of its share. It decodes its share, then all results.
     entries = _ENTRY * setting.density
     second = times.encode * (1.0 + entries / network.world) / (1.0 + entries)
     return share * (times.encode + second + 2.0 * times.decode) + network.scatter(_SCATTERED * share * times.frame)
@@ -209,12 +209,12 @@ def _exchange(setting: Setting, work: Workload, network: Network, elements: int)
 
 def _tiers(network: Network) -> Tiers:
     if network.tiers is None:
-        raise ValueError("machines with several ranks each were not measured: nothing is hierarchical here")
+        raise ValueError("a hierarchical exchange needs measurements of machines with several ranks each")
     return network.tiers
 
 
 def at_density(alpha: Mapping[float, float], density: float) -> float:
-    """Alpha between the densities that were measured, by ratio."""
+    """Alpha at a density, interpolated between the measured densities on logarithmic scales."""
     known = sorted(alpha)
     if density <= known[0] or len(known) == 1:
         return alpha[known[0]] * min(1.0, density / known[0])
@@ -226,26 +226,26 @@ def at_density(alpha: Mapping[float, float], density: float) -> float:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What auto may choose, and how readily it changes its mind."""
+class TuningPolicy:
+    """The settings that the autotuner chooses from, and the thresholds of its decisions."""
 
     settings: tuple[Setting, ...] = SETTINGS
-    alpha: float = 0.05  # the least share of the squared norm that a step must carry
-    margin: float = 0.15  # what another setting must gain to be worth a change, as a share of the step
-    compress_from: float = 0.05  # what compression must gain on dense to be worth its noise
-    late: float = 0.01  # steps that are needed besides, as a share, where alpha is 1: what waits arrives late
+    alpha: float = 0.05  # the least share of the squared norm that a step must send
+    margin: float = 0.15  # gain, as a share of the step time, from which another setting replaces the present one
+    compress_from: float = 0.05  # gain over dense, as a share of the step time, from which compression is used
+    late: float = 0.01  # additional training steps, as a share, per 1 / alpha: late entries cost steps
 
     def cost(self, found: Forecast) -> float:
-        """The time of a step, times the steps that it takes more than dense would.
+        """The time of a step, multiplied by the steps that training needs relative to dense.
 
-        With 1 % alpha was about 0.12 on digits and 70 steps reached what 65 dense ones did; with 0.1 %, 0.015 and 120.
+        Measured on the recipe digits: 70 steps at 1 % (alpha 0.12) and 120 at 0.1 % (alpha 0.015), against 65 dense.
         """
         return found.seconds * (1.0 + self.late / max(found.alpha, 1e-6)) if found.setting.compressed else found.seconds
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A setting and what was expected of all."""
+    """The chosen setting, and the forecasts of all settings."""
 
     setting: Setting
     forecasts: tuple[Forecast, ...]
@@ -257,7 +257,7 @@ class Decision:
         return next(f for f in self.forecasts if f.setting == self.setting)
 
     def why(self) -> str:
-        """One line: what was chosen and why."""
+        """One line that says what was chosen and why."""
         dense = next(f for f in self.forecasts if f.setting.name == DENSE.name)
         others = sorted((f for f in self.forecasts if f.setting != self.setting), key=lambda f: f.seconds)
         shown = {DENSE: dense, **{f.setting: f for f in others[:2]}}
@@ -267,9 +267,11 @@ class Decision:
         return f"{best.setting} at {1e3 * best.seconds:.0f} ms a step{share} (expected: {rest}); {self.network}"
 
 
-def decide(work: Workload, network: Network, present: Setting | None = None, policy: Policy | None = None) -> Decision:
-    """The cheapest setting that carries enough; the present one stays unless another is clearly cheaper."""
-    policy = policy if policy is not None else Policy()
+def decide(
+    work: Workload, network: Network, present: Setting | None = None, policy: TuningPolicy | None = None
+) -> Decision:
+    """The cheapest setting with enough alpha; the present setting stays unless another is clearly cheaper."""
+    policy = policy if policy is not None else TuningPolicy()
     settings = policy.settings + (TIERED if network.tiers is not None else ())
     forecasts = tuple(forecast(setting, work, network) for setting in settings)
     allowed = [f for f in forecasts if f.alpha >= policy.alpha]
@@ -283,26 +285,26 @@ def decide(work: Workload, network: Network, present: Setting | None = None, pol
     return Decision(best.setting, forecasts, network, best.setting != present)
 
 
-class Watch:
-    """Notices from the time that training waits for the exchange that the network is not what it was.
+class ChangeDetector:
+    """Detects a change of the network from the time that training waits for the exchange.
 
-    The first window after a decision is the yardstick; a later one that differs by half is a reason to probe again.
+    The first wait after a decision is the reference. A later one that differs by half of it counts as a change.
     """
 
     def __init__(self, *, factor: float = 1.5, least: float = 0.002) -> None:
         self._factor, self._least = factor, least
-        self._usual: float | None = None
+        self._reference: float | None = None
 
     def reset(self) -> None:
-        """After a decision: what comes next is the new yardstick."""
-        self._usual = None
+        """Take the next wait as the new reference."""
+        self._reference = None
 
-    def suspicious(self, waits: Sequence[float], period: float) -> bool:
-        """Whether a window of waits says that something has changed; `period` is the time of a whole step."""
+    def changed(self, waits: Sequence[float], period: float) -> bool:
+        """Whether the median of these waits differs from the reference; `period` is the time of a whole step."""
         now = statistics.median(waits)
-        if self._usual is None:
-            self._usual = now
+        if self._reference is None:
+            self._reference = now
             return False
-        changed = max(now, self._usual) > self._factor * min(now, self._usual)
-        # Small waits may vary as they like: they are not worth a probe.
-        return changed and abs(now - self._usual) > max(self._least, 0.1 * period)
+        differs = max(now, self._reference) > self._factor * min(now, self._reference)
+        # A change of a small wait is not worth a probe.
+        return differs and abs(now - self._reference) > max(self._least, 0.1 * period)

@@ -61,7 +61,7 @@ class Contestant:
 
 
 def _own_cpu(link: Link | None) -> float:
-    return float(link.stats()["cpu"]) if link is not None else 0.0
+    return float(link.stats()["cpu_seconds"]) if link is not None else 0.0
 
 
 def main() -> None:

@@ -29,17 +29,17 @@ from thinwire.tools.recipes import get_recipe
 from thinwire.tools.report.markup import Row as Cells
 from thinwire.tools.report.markup import write_page
 from thinwire.tools.report.page import megabytes
-from thinwire.tune.adaptive import Law
+from thinwire.tune.adaptive import MagnitudeCurve
 from thinwire.tune.forecast import (
     DENSE,
     DENSITIES,
     FP16,
     CodecTimes,
     Forecast,
-    Line,
+    LinearTime,
     Network,
-    Policy,
     Setting,
+    TuningPolicy,
     Workload,
     forecast,
 )
@@ -96,10 +96,10 @@ def advise(
     *,
     spread: float = 0.0,
     probed: bool = False,
-    policy: Policy | None = None,
+    policy: TuningPolicy | None = None,
 ) -> Advice:
     """What to do on this network; `spread` is how much the measured computing varied, as a share of itself."""
-    policy = policy if policy is not None else Policy()
+    policy = policy if policy is not None else TuningPolicy()
     rows = tuple(_row(f, work, spread, _PROBED if probed else _RATED) for f in cheapest(settings, work, network))
     dense = next(row for row in rows if row.method == DENSE.name)
     allowed = [row for row in rows if row.alpha >= policy.alpha]
@@ -169,7 +169,7 @@ def crossings(
         def lead(rate: float, those: list[Setting] = those) -> float:
             """Seconds that the method is ahead of dense, beyond what it must be."""
             net = network(rate)
-            enough = (1.0 - Policy().compress_from) * forecast(DENSE, work, net).seconds
+            enough = (1.0 - TuningPolicy().compress_from) * forecast(DENSE, work, net).seconds
             return enough - min(forecast(s, work, net).seconds for s in those)
 
         found[name] = _root(lead)
@@ -352,7 +352,7 @@ def _alpha(gradients: dict[str, Tensor]) -> dict[float, float]:
     carried, everything = np.zeros(len(DENSITIES)), 0.0
     for gradient in gradients.values():
         group = NativeGroup([Vector(gradient.reshape(-1), None, 1.0, None, None)])
-        law = Law(group.histogram(1 << 20, 0), gradient.numel())
+        law = MagnitudeCurve(group.histogram(1 << 20, 0), gradient.numel())
         if gradient.numel() >= 1024 and not law.empty:
             carried += law.alpha(np.array(DENSITIES) * law.n) * law.squares[-1]
             everything += float(law.squares[-1])
@@ -379,8 +379,8 @@ class Wire:
         gather, reduce = self.network.gather, self.network.reduce
         return Network(
             self.network.world,
-            Line(gather.fixed, ideal.gather.per_byte),
-            Line(reduce.fixed, ideal.reduce.per_byte),
+            LinearTime(gather.fixed, ideal.gather.per_byte),
+            LinearTime(reduce.fixed, ideal.reduce.per_byte),
         )
 
 

@@ -260,7 +260,7 @@ class Training:
         compress = density = 0.0
         if self.link is not None:
             figures = self.link.stats()["last_step"]
-            compress, density = min(waited, figures["compress"] + figures["decode"]), figures["density"]
+            compress, density = min(waited, figures["compress_seconds"] + figures["decode_seconds"]), figures["density"]
         sent, received = self.meter.read()
         return Step(
             step=step,

@@ -1,0 +1,170 @@
+"""Assembly: builds a link between the ranks of a process group, for any hook.
+
+All ranks compare version, codec, exchange and parameters before anything is exchanged, and raise if they differ.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import thinwire
+from thinwire.codec.codec import Codec
+from thinwire.codec.selection import Selection
+from thinwire.codec.vectors import DTYPES
+from thinwire.exchange.base import Dense, Exchange
+from thinwire.exchange.channel import Channel, LocalChannel, OwnGroups, agreed
+from thinwire.exchange.choose import NAMES, choose_exchange
+from thinwire.exchange.scatter_reduce import ScatterReduce
+from thinwire.link.autotune import FIRST, AdaptiveAgreement, Autotuner
+from thinwire.link.link import Link
+from thinwire.link.rescale import ResidualUnits
+from thinwire.tune.adaptive import Adaptive
+from thinwire.tune.cost import Measured
+from thinwire.tune.presets import any_codec_for
+
+T = TypeVar("T")
+CodecLike = Codec | Selection | float | str
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """The options of a link that do not depend on the hook; `thinwire.attach` explains them."""
+
+    codec: CodecLike = 0.01
+    exchange: Exchange | str | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: Any = None
+    check_every: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.check_every < 0 or (self.timeout is not None and self.timeout <= 0):
+            raise ValueError("check_every counts steps from 0 (never) and timeout is a number of seconds above 0")
+        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ValueError(f"optimizer is a torch.optim.Optimizer, not {self.optimizer!r}")
+        if self.scaler is not None and not hasattr(self.scaler, "get_scale"):
+            raise ValueError(f"scaler is a GradScaler, not {self.scaler!r}")
+        if self.auto and self.exchange is not None:
+            raise ValueError('"auto" chooses the exchange itself: leave exchange out, or name a codec')
+
+    @property
+    def auto(self) -> bool:
+        """Whether an autotuner chooses the setting."""
+        return isinstance(self.codec, str) and self.codec == "auto"
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank would build a link from."""
+
+    codec: Codec
+    exchange: Exchange
+    why: str
+
+
+def open_link(
+    parameters: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    options: LinkOptions,
+    prepare: Callable[[], T],
+) -> tuple[Link, T]:
+    """Build a link between the ranks of a group. Call it on all of them.
+
+    parameters: those whose changes will be submitted, by name. prepare: what the hook does to get ready, such as
+    checking the model; if it raises on one rank, all ranks raise. Its result is returned besides the link.
+    """
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    groups = OwnGroups(group, device, options.timeout)
+    channel = groups.all
+    sizes = {name: p.numel() for name, p in parameters.items()}
+
+    def plan() -> tuple[_Parts, T]:
+        parts = _parts(parameters, options, sizes, channel.world)
+        return parts, prepare()
+
+    try:
+        parts, prepared = agreed(channel, plan, lambda made: _description(made[0], parameters, options.check_every))
+        agreement = _agreement(parts, channel, sizes)
+        parts.exchange.setup(channel, parts.codec, sizes, groups)
+    except BaseException:
+        groups.close()
+        raise
+    link = Link(
+        parameters,
+        parts.codec,
+        parts.exchange,
+        channel,
+        why=parts.why,
+        check_every=options.check_every,
+        units=ResidualUnits(parameters, options.optimizer, options.scaler),
+        on_step=agreement.end_step if agreement is not None else None,
+        on_close=groups.close,
+    )
+    if options.auto:
+        width = max((p.element_size() for p in parameters.values()), default=4)
+        link.tuner = Autotuner(link, channel, sizes, groups, width=width)
+    return link, prepared
+
+
+def open_local_link(parameters: Mapping[str, Tensor], options: LinkOptions) -> Link:
+    """A link of a single process. It exchanges nothing, and keeps a state that was loaded."""
+    check_types(parameters)
+    codec = any_codec_for(FIRST.density if options.auto else options.codec)
+    exchange, channel = Dense(), LocalChannel()
+    exchange.setup(channel, codec, {}, lambda members: [])
+    units = ResidualUnits(parameters, options.optimizer, options.scaler)
+    why = "there is a single process, so that nothing is exchanged and gradients are left as they are"
+    return Link(parameters, codec, exchange, channel, why=why, units=units)
+
+
+def check_types(parameters: Mapping[str, Tensor]) -> None:
+    """ValueError if a parameter has a type that cannot be compressed."""
+    for name, p in parameters.items():
+        if p.dtype not in DTYPES:
+            raise ValueError(f"{name} is {p.dtype}: thinwire takes float32, float16 and bfloat16 parameters")
+
+
+def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[str, int], world: int) -> _Parts:
+    codec = any_codec_for(FIRST.density if options.auto else options.codec)
+    check_types(parameters)
+    wanted = FIRST.exchange if options.auto else options.exchange
+    if wanted is None:
+        return _Parts(codec, *choose_exchange(codec, sizes, world))
+    if isinstance(wanted, Exchange):
+        return _Parts(codec, copy.deepcopy(wanted), "as asked")  # the same object may be given to several links
+    if wanted not in NAMES:
+        raise ValueError(f"no exchange is called {wanted!r}; there are {', '.join(NAMES)}")
+    return _Parts(codec, NAMES[wanted](), "as asked")
+
+
+def _agreement(parts: _Parts, channel: Channel, sizes: dict[str, int]) -> AdaptiveAgreement | None:
+    """What an adaptive selection needs to know of the model and of the other ranks; None for other selections."""
+    selection = parts.codec.selection
+    if not isinstance(selection, Adaptive):
+        return None
+    selection = selection.within(bits=parts.codec.values.bits, elements=sum(sizes.values()), seed=channel.rank)
+    parts.codec.selection = selection
+    if selection.agree is None and not isinstance(selection.cost, Measured):
+        return None
+    return AdaptiveAgreement(selection, channel, sizes, scattered=isinstance(parts.exchange, ScatterReduce))
+
+
+def _description(parts: _Parts, parameters: Mapping[str, Tensor], check_every: int) -> dict[str, Any]:
+    """What all ranks must have in common."""
+
+    def without_addresses(what: object) -> str:  # addresses of functions differ between processes
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(what))
+
+    return {
+        "version": thinwire.__version__,
+        "parameters": [[name, str(list(p.shape)), str(p.dtype)] for name, p in parameters.items()],
+        "codec": without_addresses(parts.codec),
+        "exchange": without_addresses(parts.exchange),
+        "check_every": check_every,
+    }
