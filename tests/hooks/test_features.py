@@ -101,7 +101,7 @@ def test_more_ranks_at_density_1_are_plain_ddp_but_for_the_order_of_additions(cl
 
 
 def unfrozen(rank: int) -> tuple[list[int], bool]:
-    """A layer is frozen at first; after unfreezing the model is wrapped again and the memory goes on."""
+    """A layer is frozen at first; after unfreezing the model is wrapped again and the residual goes on."""
     torch.manual_seed(0)
     net = jobs.Net()
     net.layers[2].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""A model whose gradients are known exactly, to account for every bit of them: given = applied + held back."""
+"""A model whose gradients are known exactly, to account for every bit of them: given = applied + kept in residuals."""
 
 import zlib
 from collections.abc import Callable
@@ -64,8 +64,8 @@ class Account:
         return True
 
     def close(self, link: Link, unit: float = 1.0) -> "Account":
-        memory = link.state_dict()["codec"]["residuals"]
-        self.held = {n: unit * memory.get(n, {}).get("residual", torch.zeros(s)).double() for n, s in SIZES.items()}
+        residual = link.state_dict()["codec"]["residuals"]
+        self.held = {n: unit * residual.get(n, {}).get("residual", torch.zeros(s)).double() for n, s in SIZES.items()}
         return self
 
 

@@ -58,7 +58,7 @@ def save(rank: int, exchange: Any, directory: str) -> dict[str, Any]:
 
 
 def load(rank: int, exchange: Any, state: Any) -> tuple[dict[str, Any], int, bool]:
-    """What a rank's memory is after loading, its weight, and whether training goes on from there."""
+    """What a rank's residual is after loading, its weight, and whether training goes on from there."""
     model = jobs.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     link = tw.attach(model, 0.02, exchange=exchange)
@@ -68,12 +68,12 @@ def load(rank: int, exchange: Any, state: Any) -> tuple[dict[str, Any], int, boo
     return state["codec"]["residuals"], state["weight"], link.step == 13
 
 
-def mean(memories: list[tuple[dict[str, Any], int]]) -> dict[str, torch.Tensor]:
+def mean(residuals: list[tuple[dict[str, Any], int]]) -> dict[str, torch.Tensor]:
     """The residual that the mean gradient will get."""
     total: dict[str, torch.Tensor] = {}
-    for memory, weight in memories:
-        for name, slots in memory.items():
-            total[name] = total.get(name, 0.0) + weight * slots["residual"].double() / len(memories)
+    for residual, weight in residuals:
+        for name, slots in residual.items():
+            total[name] = total.get(name, 0.0) + weight * slots["residual"].double() / len(residuals)
     return total
 
 
@@ -98,7 +98,7 @@ def test_the_mean_residual_survives_another_number_of_workers(
     for given in (states, tw.merge_states(states), gathered):
         loaded = cluster.run(load, after, exchanges[1], given)
         assert all(goes_on for _, _, goes_on in loaded)
-        found = mean([(memory, weight) for memory, weight, _ in loaded])
+        found = mean([(residual, weight) for residual, weight, _ in loaded])
         assert found.keys() == expected.keys()
         for name, residual in expected.items():
             torch.testing.assert_close(found[name], residual, rtol=1e-5, atol=1e-7)
@@ -184,7 +184,7 @@ def test_a_damaged_state_is_refused_before_anything_changes(cluster: Cluster, tm
 
 
 def unopened(rank: int) -> dict[str, Any]:
-    """Rank 1 never used a layer: its memory lacks what rank 0's has, and gathering still matches."""
+    """Rank 1 never used a layer: its residual lacks what rank 0's has, and gathering still matches."""
     model = jobs.make(find_unused_parameters=True)
     link = tw.attach(model, 0.02, exchange="gather")
     x, _ = jobs.batch(rank, 0)
@@ -194,8 +194,8 @@ def unopened(rank: int) -> dict[str, Any]:
         layers.forward = lambda x: layers[4](layers[2](layers[0](x)))
     model(x).sum().backward()
     layers.forward = original
-    memory: dict[str, Any] = link.state_dict(gather=True)["codec"]["residuals"]
-    return memory
+    residual: dict[str, Any] = link.state_dict(gather=True)["codec"]["residuals"]
+    return residual
 
 
 def test_gathering_where_ranks_opened_different_memories(cluster: Cluster) -> None:
@@ -206,7 +206,7 @@ def test_gathering_where_ranks_opened_different_memories(cluster: Cluster) -> No
 
 
 def to_dense(rank: int, state: Any) -> tuple[float, float]:
-    """A memory loaded into a dense link travels with the first gradients."""
+    """A residual loaded into a dense link travels with the first gradients."""
     model = jobs.make()
     link = tw.attach(model, 0.02, exchange="dense")
     link.load_state_dict(state)

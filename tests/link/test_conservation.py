@@ -1,4 +1,4 @@
-"""Nothing is lost: what all ranks gave is what was applied on all of them, plus what their memories hold."""
+"""Nothing is lost: what all ranks gave is what was applied on all of them, plus what their residuals hold."""
 
 from typing import Any
 

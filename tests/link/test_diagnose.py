@@ -19,22 +19,22 @@ EXACT = tw.Codec(tw.TopK(DENSITY, exact=True), tw.Float32())
 Named = dict[str, Tensor]
 
 
-def examined(rank: int, codec: Any, exchange: Any) -> tuple[list[Diagnosis], list[Named], list[Named]]:
-    """The diagnoses of some steps; the memory before each step and after the last; what each step applied."""
+def diagnosed(rank: int, codec: Any, exchange: Any) -> tuple[list[Diagnosis], list[Named], list[Named]]:
+    """The diagnoses of some steps; the residual before each step and after the last; what each step applied."""
     module.SAMPLE = 1 << 20  # every entry's age is followed
     model = probe.make()
     with tw.attach(model, codec, exchange=exchange) as link:
         link.diagnose(every=EVERY)
-        memories, applied = [_memory(link)], []
+        residuals, applied = [_residual_of(link)], []
         for step in range(STEPS):
             model.zero_grad()
             probe.plain(model, rank, step, probe.Account())
             applied.append({n: p.grad.clone() for n, p in model.module.named_parameters()})
-            memories.append(_memory(link))
-        return link.diagnoses, memories, applied
+            residuals.append(_residual_of(link))
+        return link.diagnoses, residuals, applied
 
 
-def _memory(link: Any) -> Named:
+def _residual_of(link: Any) -> Named:
     slots = link.state_dict()["codec"]["residuals"]
     return {n: slots.get(n, {}).get("residual", torch.zeros(size)) for n, size in probe.SIZES.items()}
 
@@ -62,7 +62,7 @@ def mean(many: list[Named]) -> Named:
 
 @pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", tw.exchange.Hierarchical(per_machine=2)], ids=str)
 def test_figures_are_what_their_definitions_say(cluster: Cluster, exchange: Any) -> None:
-    ranks = cluster.run(examined, WORLD, EXACT, exchange)
+    ranks = cluster.run(diagnosed, WORLD, EXACT, exchange)
     diagnoses = ranks[0][0]
     assert [d.step for d in diagnoses] == [EVERY, 2 * EVERY]
     assert repr(ranks[1][0]) == repr(diagnoses)
@@ -71,13 +71,13 @@ def test_figures_are_what_their_definitions_say(cluster: Cluster, exchange: Any)
         gradients = [probe.coefficients(rank, step) for rank in range(WORLD)]
         dense = mean(gradients)
         applied = ranks[0][2][step]
-        given, memories = gradients, [(ranks[r][1][step], ranks[r][1][step + 1]) for r in range(WORLD)]
+        given, residuals = gradients, [(ranks[r][1][step], ranks[r][1][step + 1]) for r in range(WORLD)]
         if isinstance(exchange, tw.exchange.Hierarchical):  # one machine: its mean is all that is selected from
-            given, memories = [dense], memories[:1]
-        accumulated = [{n: g[n] + m[n] for n in g} for g, (m, _) in zip(given, memories, strict=True)]
+            given, residuals = [dense], residuals[:1]
+        accumulated = [{n: g[n] + m[n] for n in g} for g, (m, _) in zip(given, residuals, strict=True)]
         sent = [each(top, a) for a in accumulated]
         squares = [sum(float(together(x).square().sum()) for x in xs) for xs in (sent, accumulated, gradients)]
-        held = sum(float(together(m).square().sum()) for _, m in memories) * WORLD / len(memories)
+        held = sum(float(together(m).square().sum()) for _, m in residuals) * WORLD / len(residuals)
         apart = together(each(top, mean(accumulated))) - together(applied)
         assert found.delta == pytest.approx(squares[0] / squares[1], rel=1e-5)
         assert found.residual_ratio == pytest.approx(math.sqrt(held / squares[2]), rel=1e-5)
@@ -87,25 +87,25 @@ def test_figures_are_what_their_definitions_say(cluster: Cluster, exchange: Any)
 
 
 def test_ages_count_the_steps_that_entries_wait(cluster: Cluster) -> None:
-    diagnoses, memories, _ = cluster.run(examined, WORLD, EXACT, "gather")[0]
+    diagnoses, residuals, _ = cluster.run(diagnosed, WORLD, EXACT, "gather")[0]
     found, wanted = iter(diagnoses), []
     large = [name for name, size in probe.SIZES.items() if size >= EXACT.min_numel]
-    memory = [{name: torch.zeros(probe.SIZES[name]) for name in large} for _ in range(WORLD)]
+    residual = [{name: torch.zeros(probe.SIZES[name]) for name in large} for _ in range(WORLD)]
     since = [{name: torch.zeros(probe.SIZES[name], dtype=torch.int64) for name in large} for _ in range(WORLD)]
     waits: list[Tensor] = []
     for step in range(STEPS):
         for rank in range(WORLD):
             for name in large:
-                accumulated = probe.coefficients(rank, step)[name] + memory[rank][name]
+                accumulated = probe.coefficients(rank, step)[name] + residual[rank][name]
                 gone = top(accumulated) != 0.0
-                memory[rank][name] = torch.where(gone, 0.0, accumulated)
+                residual[rank][name] = torch.where(gone, 0.0, accumulated)
                 waits.append(step + 1 - since[rank][name][gone])
                 since[rank][name][gone] = step + 1
         if (step + 1) % EVERY == 0:
-            now = torch.cat([step + 1 - since[r][n][memory[r][n] != 0.0] for r in range(WORLD) for n in large])
+            now = torch.cat([step + 1 - since[r][n][residual[r][n] != 0.0] for r in range(WORLD) for n in large])
             wanted.append((float(now.double().mean()), int(now.max()), float(torch.cat(waits).double().mean())))
             waits.clear()
-    assert torch.equal(memory[0]["d"], memories[-1]["d"])  # the account is that of the link
+    assert torch.equal(residual[0]["d"], residuals[-1]["d"])  # the account is that of the link
     for age, oldest, waited in wanted:
         one = next(found)
         assert (one.age, one.age_oldest, one.waited) == (pytest.approx(age), oldest, pytest.approx(waited))

@@ -1,4 +1,4 @@
-"""Non-finite gradients, loss scales and learning rates: memories stay clean and in the right unit."""
+"""Non-finite gradients, loss scales and learning rates: residuals stay clean and in the right unit."""
 
 from typing import Any
 
@@ -168,7 +168,7 @@ def test_parameters_of_16_bits(cluster: Cluster, kind: str, rounding: float, exc
 
 
 def overflow(rank: int) -> tuple[list[bool], Account]:
-    """What waits in a float16 parameter's memory outgrows float16: a skipped step, and nothing is lost."""
+    """What waits in a float16 parameter's residual outgrows float16: a skipped step, and nothing is lost."""
     model = probe.make(dtype=torch.float16)
     link = tw.attach(model, tw.Codec(tw.Threshold(70000.0), tw.Float32(), min_numel=0), exchange="gather")
     account, finite = Account(), []

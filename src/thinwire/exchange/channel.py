@@ -194,12 +194,12 @@ def agreed(channel: Channel, prepare: Callable[[], T], describe: Callable[[T], d
     except Exception as error:
         gather_json(channel, {"error": f"{error}"})  # the other ranks wait for this message, and raise too
         raise
-    everybody = gather_json(channel, description)
-    for rank, other in enumerate(everybody):
+    rows = gather_json(channel, description)
+    for rank, other in enumerate(rows):
         if "error" in other:
             raise LinkError(f"rank {rank} cannot attach: {other['error']}")
-    for rank, other in enumerate(everybody):
-        for key, value in everybody[0].items():
+    for rank, other in enumerate(rows):
+        for key, value in rows[0].items():
             if other.get(key) != value:
                 raise LinkError(f"rank {rank} differs from rank 0 in {_difference(key, value, other.get(key))}")
     return made

@@ -1,6 +1,6 @@
-"""Choice: the exchange that moves the fewest bytes for a number of workers, a density and a frame size.
+"""Choice of an exchange by the bytes that a rank would send, from the codec, the model's size and the number of ranks.
 
-Gather needs one round, ScatterReduce two; the second round must save more than it costs in waiting.
+Gather takes one round and ScatterReduce two: the second round must save more traffic than it costs in latency.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ NAMES: dict[str, type[Exchange]] = {"dense": Dense, "gather": Gather, "scatter-r
 
 
 def choose_exchange(codec: Codec, sizes: Mapping[str, int], world: int) -> tuple[Exchange, str]:
-    """An exchange and the reason for it."""
+    """An exchange, and the reason for it as the log shows it."""
     numels = list(sizes.values())
     gather = gathered_bytes(codec, numels, world)
     scatter = int(2.2 * gather / max(world - 1, 1))

@@ -1,6 +1,6 @@
-"""Gather: everybody gets everybody's frame and adds them up in rank order.
+"""Gather: an all-gather of frames, which every rank decodes and adds up in rank order.
 
-The least latency, one collective; the volume grows with the number of ranks.
+It takes a single round. The traffic of a rank grows linearly with the number of ranks.
 """
 
 import time
@@ -19,12 +19,12 @@ from thinwire.exchange.channel import Channel
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What a bucket's tensors make certain for all steps."""
+class _GatherPlan:
+    """What is computed once for a bucket and used in every step."""
 
     names: list[str]
     numels: list[int]
-    deals: list[Deal]  # everything is in one frame
+    deals: list[Deal]  # all tensors are in one frame
     reserves: list[int]
     slack: int
     steady: SteadyEncoder
@@ -35,7 +35,7 @@ class Gather(Exchange):
 
     def __init__(self) -> None:
         self._sizes = AgreedSizes()
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[str, _GatherPlan] = {}
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
@@ -50,14 +50,14 @@ class Gather(Exchange):
             self._plans[key] = self._plan(bucket)
         plan = self._plans[key]
         (size,) = self._sizes.get(key, bucket.step, lambda: [first_size(self._codec, plan.numels, bucket.step)])
-        # 1. Encode what travels; the rest stays in the memory.
+        # 1. Encode the selected entries; the rest stays in the residual.
         began = time.perf_counter()
         room = torch.empty(size, dtype=torch.uint8)
         frame, counts = self._encode(bucket, plan, room)
         compress = time.perf_counter() - began
-        # 2. Everybody's frame, to everybody.
+        # 2. Send this rank's frame to all ranks, and receive theirs.
         messages = self._channel.all_gather(room)
-        # 3. Add them up, in rank order: the same bits everywhere.
+        # 3. Add the frames up in rank order: all ranks compute the same bits.
         began = time.perf_counter()
         frames = self._frames
         frames.read(messages, [plan.numels], trailing=True)
@@ -74,8 +74,8 @@ class Gather(Exchange):
             sent=lambda outs: frames_of([frame], [plan.numels]).sum_to(outs),
         )
 
-    def _encode(self, bucket: Bucket, plan: _Plan, room: Tensor) -> tuple[Frame, list[int]]:
-        """This rank's frame, in the room given, and the entries per tensor."""
+    def _encode(self, bucket: Bucket, plan: _GatherPlan, room: Tensor) -> tuple[Frame, list[int]]:
+        """Encode this rank's frame into `room`; returns the frame and the entries per tensor."""
         if isinstance(bucket.tensors, Placed) and not bucket.hold:
             found = plan.steady.encode(bucket.tensors, room, step=bucket.step)
             if found is not None:
@@ -86,13 +86,13 @@ class Gather(Exchange):
         )
         return frame, counts
 
-    def _plan(self, bucket: Bucket) -> _Plan:
+    def _plan(self, bucket: Bucket) -> _GatherPlan:
         numels, codec = bucket.numels, self._codec
         names, deals, reserves = list(bucket.tensors), [Deal(1, 0)] * len(numels), codec.reserves(numels)
-        return _Plan(names, numels, deals, reserves, slack(codec, numels), SteadyEncoder(codec, reserves))
+        return _GatherPlan(names, numels, deals, reserves, slack(codec, numels), SteadyEncoder(codec, reserves))
 
     def volume(self, key: str) -> int | None:
-        """Bytes that a rank sends for a bucket, as all agree; None before its first step."""
+        """Bytes that a rank sends for a bucket, the same on all ranks; None before the bucket's first step."""
         return self._sizes.sizes[key][0] * (self._channel.world - 1) if key in self._sizes.sizes else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,12 +106,12 @@ class Gather(Exchange):
 
 
 def give_back(codec: Codec, names: list[str], numels: list[int], frame: Frame) -> None:
-    """Return a frame's entries to the memory they were taken from."""
+    """Add a frame's entries back to the residual."""
     reader = FrameReader(frame, numels)
     for section in reader.sections:
         codec.give_back(names[section.id], *reader.entries(section))
 
 
 def gathered_bytes(codec: Codec, numels: list[int], world: int, step: int = 0) -> int:
-    """What a rank is expected to send to all others."""
+    """Bytes that a rank is expected to send to all others together."""
     return codec.frame_bound(numels, codec.expected_counts(numels, step)) * (world - 1)

@@ -1,7 +1,7 @@
 """Hierarchical: dense within a machine, sparse between machines.
 
-The ranks of a machine add up their gradients over the fast bus; the first of them exchanges with the other
-machines' firsts and hands the mean around. Only the firsts keep a memory.
+The ranks of a machine add up their tensors; the first of them exchanges with the first ranks of the other machines and
+broadcasts the mean. Only these first ranks have a residual.
 """
 
 import os
@@ -41,7 +41,7 @@ class Hierarchical(Exchange):
 
     def mean(self, bucket: Bucket) -> Outcome:
         inside, numels = self._inside, bucket.numels
-        # 1. The machine's mean, on its first rank, and which of its parameters took part.
+        # 1. Reduce the machine's mean to its first rank, and which parameters took part.
         together = torch.cat([g.reshape(-1).float() for g in bucket.tensors.values()]).to(inside.device)
         together /= inside.world
         used = torch.tensor([name not in bucket.hold for name in bucket.tensors], dtype=torch.float32)
@@ -49,14 +49,14 @@ class Hierarchical(Exchange):
         inside.reduce(used := used.to(inside.device), 0)
         outcome = Outcome()
         verdict = torch.zeros(1, device=inside.device)
-        # 2. Between the machines, sparse.
+        # 2. Exchange it between the machines, compressed.
         if self._leads:
             parts = dict(zip(bucket.tensors, torch.split(together.cpu(), numels), strict=True))
             hold = frozenset(name for name, used_by in zip(parts, used.tolist(), strict=True) if not used_by)
             outcome = self._between.mean(Bucket(parts, bucket.outs, bucket.step, hold))
             verdict[0] = 1 + outcome.non_finite[0] * inside.world if outcome.non_finite else 0
             together = torch.cat(bucket.outs).to(inside.device)
-        # 3. The mean, to the machine.
+        # 3. Broadcast the mean within the machine.
         inside.broadcast(together, 0)
         inside.broadcast(verdict, 0)
         if verdict[0]:
@@ -79,8 +79,8 @@ class Hierarchical(Exchange):
 def tiers(channel: Channel, machines: list[list[int]], groups: Groups) -> tuple[Channel, Channel]:
     """The channel of this rank's machine, and that of the first ranks of all machines.
 
-    The second, third, ... ranks get channels of their own that nobody uses: PyTorch names a group by how many a process
-    has been in, so that ranks must be in equally many, or the next group that they make would never come about.
+    The second, third, ... ranks of all machines get channels too, which stay unused: PyTorch names a group after
+    the number of groups that a process is in, so that all ranks must be in equally many.
     """
     places = [list(ranks) for ranks in zip(*machines, strict=True)]
     made = groups([*machines, *places])

@@ -1,7 +1,8 @@
-"""ScatterReduce: every rank owns a share of the index space; the volume per rank does not grow with the ranks.
+"""ScatterReduce: a sparse reduce-scatter followed by an all-gather; a rank's traffic does not grow with the ranks.
 
-Entries go to their owner, which adds them up, selects again and makes the result known. What the second selection
-rejects goes to the owner's own memory: there it counts for the mean as much as it did in the sum.
+Every rank owns a share of the index space. Entries go to their owner, which adds them up, selects again and sends the
+result to all ranks. What the second selection rejects goes to the owner's residual, where it has the same weight in
+the mean as it had in the sum.
 """
 
 import struct
@@ -24,15 +25,15 @@ from thinwire.exchange.gather import Gather, gathered_bytes
 
 # Smaller tensors have one owner: cutting them up would cost more in headers than it balances.
 _CUT_FROM = 1 << 15
-# Before a result: the largest part that its owner received, and 1 + a rank that was not finite.
+# Precedes a result: bytes of the largest part that its owner received, and 1 + the first non-finite rank, or 0.
 _PREFIX = struct.Struct("<QQ")
 
 
 def share_out(numels: Sequence[int], world: int, smallest: int = 1) -> list[Deal]:
-    """Who owns what of a bucket's tensors, the same on every rank.
+    """The owners of a bucket's tensors, the same on every rank.
 
-    Large tensors are dealt to all ranks; no share is below `smallest` elements, because tensors that small travel
-    whole. The others have one owner each, who has the least of them so far.
+    Large tensors are divided among all ranks, in shares of at least `smallest` elements, because smaller tensors are
+    sent whole. Each of the others is owned by the rank with the fewest elements so far.
     """
     load = [0] * world
     deals = [Deal(world, 0)] * len(numels)
@@ -45,25 +46,25 @@ def share_out(numels: Sequence[int], world: int, smallest: int = 1) -> list[Deal
 
 
 @dataclass
-class _Plan:
-    """What a bucket's tensors, their owners and this rank make certain for all steps."""
+class _ScatterPlan:
+    """What is computed once for a bucket and used in every step."""
 
     names: list[str]
     deals: list[Deal]
     shares: list[list[int]]  # by owner: elements of every tensor
     reserves: list[list[int]]  # by owner: see Codec.reserves
     slacks: list[int]  # by owner: see `slack`
-    own: Tensor  # room for the part that stays here: it goes over no wire, so that it may hold everything
+    own: Tensor  # buffer for the part that this rank owns, which is not sent and may hold everything
     sums: list[Tensor]  # this rank's share of every tensor
-    dealt: list[tuple[int, int]]  # the deals as the kernels take them
-    places: dict[int, Tensor] = field(default_factory=dict)  # of the sums' elements in the whole tensors, if asked for
+    dealt: list[tuple[int, int]]  # the owners as the kernels take them
+    places: dict[int, Tensor] = field(default_factory=dict)  # positions of the sums' elements in the tensors
 
 
 class ScatterReduce(Exchange):
     """All-to-all of parts, a second selection by the owners, all-gather of the results.
 
-    Buckets for which a rank would send less than `gather_below` bytes to all others together are gathered instead:
-    one round, not two. Their volume grows with the ranks, up to that.
+    Buckets for which a rank would send fewer than `gather_below` bytes to all others together use `Gather` instead,
+    which takes one round in place of two.
     """
 
     def __init__(self, *, gather_below: int = 0) -> None:
@@ -73,14 +74,14 @@ class ScatterReduce(Exchange):
         self._gather = Gather()
         self._parts = AgreedSizes()
         self._results = AgreedSizes()
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[str, _ScatterPlan] = {}
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         self._channel, self._codec = channel, codec
         self._gather.setup(channel, codec, sizes, groups)
         self._received, self._answers = Frames(), Frames()
-        # A rank sends (world - 1) / world of its entries to others: the results fill that up to twice the entries,
-        # so that few ranks keep more of the sum, and the volume is the same for any number of them.
+        # A rank sends (world - 1) / world of its entries to others. The results may have as many entries as bring the
+        # total to twice the entries of a rank, so that the traffic is the same for any number of ranks.
         world = channel.world
         selection = codec.selection.again(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
         self._second = Codec(
@@ -99,7 +100,7 @@ class ScatterReduce(Exchange):
         plan = self._plans[key]
         budgets = self._parts.get(key, bucket.step, lambda: self._first_parts(bucket, plan))
         sizes = self._results.get(key, bucket.step, lambda: self._first_results(bucket, plan))
-        # 1. Split what travels by owner; the rest stays in the memory.
+        # 1. Encode the selected entries, one part per owner; the rest stays in the residual.
         began = time.perf_counter()
         wire = [0 if r == channel.rank else n for r, n in enumerate(budgets)]
         messages = torch.empty(sum(wire), dtype=torch.uint8)
@@ -108,17 +109,17 @@ class ScatterReduce(Exchange):
         parts = [Part(*part) for part in zip(rooms, plan.shares, plan.reserves, strict=True)]
         frames, sent = encode_parts(self._codec, bucket.tensors, plan.deals, parts, step=bucket.step, hold=bucket.hold)
         compress = time.perf_counter() - began
-        # 2. To the owners.
+        # 2. Send the parts to their owners.
         received = channel.all_to_all(messages, wire, budgets[channel.rank])
         received[channel.rank] = frames[channel.rank].data
-        # 3. Add up the own share in rank order, select again; what is rejected stays here.
+        # 3. Add up this rank's share in rank order and select again; rejected entries stay in this rank's residual.
         began = time.perf_counter()
         answer = torch.empty(_PREFIX.size + sizes[channel.rank], dtype=torch.uint8)
         result = self._reduce(bucket, plan, received, answer)
         compress += time.perf_counter() - began
-        # 4. Results, to everybody.
+        # 4. Send the result to all ranks.
         answers = channel.all_gather_uneven(answer, [_PREFIX.size + size for size in sizes])
-        # 5. Read them: the same bits everywhere.
+        # 5. Decode the results: all ranks compute the same bits.
         began = time.perf_counter()
         bad = self._read(bucket, plan, answers)
         decode = time.perf_counter() - began
@@ -133,9 +134,9 @@ class ScatterReduce(Exchange):
         )
 
     def _is_small(self, bucket: Bucket, key: str) -> bool:
-        """Whether a bucket is gathered: what all ranks know decides, a saved state included.
+        """Whether a bucket uses Gather; decided by what all ranks know, so that they decide alike.
 
-        It begins as expected at its first step, and is scattered for good once it has become twice too large.
+        Its first step uses the expected size. A bucket that grows to twice the limit uses ScatterReduce from then on.
         """
         if key in self._parts.sizes:
             return False
@@ -144,7 +145,7 @@ class ScatterReduce(Exchange):
             return volume <= 2 * self._gather_below
         return gathered_bytes(self._codec, bucket.numels, self._channel.world, bucket.step) < self._gather_below
 
-    def _plan(self, bucket: Bucket) -> _Plan:
+    def _plan(self, bucket: Bucket) -> _ScatterPlan:
         codec, channel, numels = self._codec, self._channel, bucket.numels
         deals = share_out(numels, channel.world, codec.min_numel)
         shares = [[deal.share(n, r) for deal, n in zip(deals, numels, strict=True)] for r in range(channel.world)]
@@ -155,21 +156,21 @@ class ScatterReduce(Exchange):
         slacks = [slack(codec, [n for n in each if n]) for each in shares]
         own = torch.empty(room, dtype=torch.uint8)
         dealt = [(deal.world, deal.first) for deal in deals]
-        return _Plan(list(bucket.tensors), deals, shares, reserves, slacks, own, sums, dealt)
+        return _ScatterPlan(list(bucket.tensors), deals, shares, reserves, slacks, own, sums, dealt)
 
-    def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
-        """Entries may crowd in one share: room for twice as many as an even spread gives."""
+    def _first_parts(self, bucket: Bucket, plan: _ScatterPlan) -> list[int]:
+        """First sizes of the parts: room for twice the entries of an even distribution over the shares."""
         numels = bucket.numels
         return [
             first_size(self._codec, [min(2 * n, whole) for n, whole in zip(each, numels, strict=True)], bucket.step)
             for each in plan.shares
         ]
 
-    def _first_results(self, bucket: Bucket, plan: _Plan) -> list[int]:
+    def _first_results(self, bucket: Bucket, plan: _ScatterPlan) -> list[int]:
         return [first_size(self._second, each, bucket.step) for each in plan.shares]
 
-    def _reduce(self, bucket: Bucket, plan: _Plan, received: list[Tensor], answer: Tensor) -> Frame:
-        """Fill the answer with the own share's result, after a prefix."""
+    def _reduce(self, bucket: Bucket, plan: _ScatterPlan, received: list[Tensor], answer: Tensor) -> Frame:
+        """Write the prefix and the result of this rank's share to `answer`."""
         rank = self._channel.rank
         frames = self._received
         frames.read(received, [plan.shares[rank]], trailing=True)
@@ -185,8 +186,8 @@ class ScatterReduce(Exchange):
         self._keep(bucket, plan)
         return result
 
-    def _keep(self, bucket: Bucket, plan: _Plan) -> None:
-        """Add what is left of the sums to the memory."""
+    def _keep(self, bucket: Bucket, plan: _ScatterPlan) -> None:
+        """Add what was not selected of the sums to the residual."""
         rank = self._channel.rank
         for i, (gradient, left) in enumerate(zip(bucket.tensors.values(), plan.sums, strict=True)):
             held = self._codec.open_slots(plan.names[i], gradient).get("residual") if left.numel() else None
@@ -199,13 +200,13 @@ class ScatterReduce(Exchange):
             else:
                 held.index_add_(0, self._places(plan, i, held.numel()).to(held.device), left.to(held.device))
 
-    def _places(self, plan: _Plan, i: int, n: int) -> Tensor:
+    def _places(self, plan: _ScatterPlan, i: int, n: int) -> Tensor:
         if i not in plan.places:
             plan.places[i] = plan.deals[i].places(n, self._channel.rank)
         return plan.places[i]
 
-    def _read(self, bucket: Bucket, plan: _Plan, answers: list[Tensor]) -> list[int]:
-        """Write the mean to the outs; or the ranks that were not finite."""
+    def _read(self, bucket: Bucket, plan: _ScatterPlan, answers: list[Tensor]) -> list[int]:
+        """Write the mean to the outputs; returns the ranks that were not finite."""
         key, world = bucket.key, self._channel.world
         prefixes = [_PREFIX.unpack_from(answer.numpy().data) for answer in answers]
         bad = {culprit - 1 for _, culprit in prefixes if culprit}
@@ -218,7 +219,7 @@ class ScatterReduce(Exchange):
         frames.sum_to(bucket.outs, 1.0 / world, plan.dealt)
         return []
 
-    def _give_back(self, plan: _Plan, numels: list[int], result: Frame) -> None:
+    def _give_back(self, plan: _ScatterPlan, numels: list[int], result: Frame) -> None:
         reader = FrameReader(result, plan.shares[self._channel.rank])
         for section in reader.sections:
             positions, values = reader.entries(section)
@@ -240,6 +241,6 @@ class ScatterReduce(Exchange):
         return f"ScatterReduce(gather_below={self._gather_below})" if self._gather_below else "ScatterReduce()"
 
 
-def _write_sent(plan: _Plan, frames: Sequence[Frame], outs: list[Tensor]) -> None:
-    """All owners' parts of what a rank sent."""
+def _write_sent(plan: _ScatterPlan, frames: Sequence[Frame], outs: list[Tensor]) -> None:
+    """Write what this rank sent to all owners to flat tensors."""
     frames_of(frames, plan.shares).sum_to(outs, 1.0, plan.dealt)

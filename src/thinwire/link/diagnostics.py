@@ -190,8 +190,8 @@ class Diagnostics:
         self._sums.kept = weight * _square(list(self._kept.values()))
         oldest = self._ages.add_to(self._sums, self._kept, step)
         mine = [float(getattr(self._sums, field.name)) for field in fields(_Sums)]
-        everybody = share(self._channel, [*mine, float(oldest)])
-        total = _Sums(*(sum(column) for column in list(zip(*everybody, strict=True))[:-1]))
+        rows = share(self._channel, [*mine, float(oldest)])
+        total = _Sums(*(sum(column) for column in list(zip(*rows, strict=True))[:-1]))
         means = self._means
         found = Diagnosis(
             step=step + 1,
@@ -200,7 +200,7 @@ class Diagnostics:
             residual_ratio=math.sqrt(_ratio(total.kept, total.gradient)),
             cosine=_ratio(means.product, math.sqrt(means.applied * means.dense)),
             age=_ratio(total.age, total.aged),
-            age_oldest=int(max(row[-1] for row in everybody)),
+            age_oldest=int(max(row[-1] for row in rows)),
             waited=_ratio(total.waited, total.arrived),
         )
         if self._channel.rank == 0:

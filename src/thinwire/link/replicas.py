@@ -25,9 +25,9 @@ def checksum(tensor: Tensor) -> int:
 def check_replicas(channel: Channel, parameters: Mapping[str, Tensor], step: int) -> None:
     """Raise on all ranks if any parameter differs between them, naming the rank and the parameter."""
     mine = torch.tensor([checksum(p) for p in parameters.values()], dtype=torch.int64)
-    everybody = torch.stack([m.clone().view(torch.int64) for m in channel.all_gather(mine.view(torch.uint8))])
-    usual, _ = everybody.mode(dim=0)
-    differing = (everybody != usual).nonzero().tolist()
+    rows = torch.stack([m.clone().view(torch.int64) for m in channel.all_gather(mine.view(torch.uint8))])
+    usual, _ = rows.mode(dim=0)
+    differing = (rows != usual).nonzero().tolist()
     if differing:
         rank, place = differing[0]
         name, count = list(parameters)[place], sum(1 for r, _ in differing if r == rank)

@@ -1,7 +1,7 @@
-"""Costs: what a step that sends so many bits costs, as values that a selection can weigh against what they buy.
+"""Costs: the cost of a training step as a function of the bits it sends, for the selection `Adaptive`.
 
-Only ratios matter, so that every cost has the unit that is natural to it. A cost without a fixed part asks for one
-entry a step: computing and waiting are what make it pay to send more.
+Only ratios matter, so that each cost has its natural unit. Without a fixed part, sending a single entry would always be
+the best choice: the fixed cost of computing and latency is what makes it worthwhile to send more.
 """
 
 import math
@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Cost(ABC):
-    """What a step costs, by the bits of its frame."""
+    """The cost of a step as a function of the bits of its frame."""
 
     @abstractmethod
     def of(self, bits: Array) -> Array:
@@ -23,18 +23,18 @@ class Cost(ABC):
 
     @property
     def known(self) -> bool:
-        """Whether there is anything to go by yet."""
+        """Whether the cost has been measured yet."""
         return True
 
     @property
     def bits_alone(self) -> bool:
-        """Whether a step costs nothing but its bits: then as few entries as possible are the best."""
+        """Whether the cost has no fixed part, so that the fewest entries are always best."""
         return False
 
 
 @dataclass(frozen=True)
 class Payload(Cost):
-    """Bits alone: the fewest bytes until the target, however long it takes. Goes to the selection's floor."""
+    """Counts bits alone: the fewest bytes in all, however long training takes. The density goes to its floor."""
 
     def of(self, bits: Array) -> Array:
         return np.maximum(bits, 1.0)
@@ -46,7 +46,7 @@ class Payload(Cost):
 
 @dataclass(frozen=True)
 class Affine(Cost):
-    """A fixed time a step, and a time per bit: `latency` in seconds, computing included, `bandwidth` in bits/s."""
+    """A fixed time per step (`latency` in seconds, computing included) and a time per bit (`bandwidth` in bit/s)."""
 
     latency: float
     bandwidth: float
@@ -67,7 +67,7 @@ class Affine(Cost):
 
 @dataclass(frozen=True)
 class Packets(Cost):
-    """Whole packets of `mtu` bytes with `header` bytes each, and `fixed` bytes' worth of a step's other cost."""
+    """Whole packets of `mtu` bytes with `header` bytes each, and a fixed cost per step worth `fixed` bytes."""
 
     mtu: int = 1448
     header: int = 66
@@ -84,13 +84,13 @@ class Packets(Cost):
 
 @dataclass
 class Measured(Cost):
-    """A fixed time and a time per bit, fitted to what exchanges took; older figures count less and less.
+    """A fixed time and a time per bit, fitted to measured exchanges with exponentially decaying weights.
 
     A link feeds it, with figures that all ranks agree on. Where frames hardly vary in size the two cannot be told
     apart, and all of the exchange counts as time per bit.
     """
 
-    decay: float = 0.95  # what an observation weighs after one more: closer to 1 is steadier and slower
+    decay: float = 0.95  # weight of an observation after the next one: closer to 1 is steadier and adapts more slowly
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5, init=False, repr=False, compare=False)
     _beside: float = field(default=0.0, init=False, repr=False, compare=False)
 
@@ -99,7 +99,7 @@ class Measured(Cost):
             raise ValueError(f"Measured needs a decay between 0 and 1, not {self.decay}")
 
     def observe(self, bits: float, seconds: float, *, beside: float | None = None) -> None:
-        """A frame of so many bits took so long to exchange; `beside` is what the step took apart from that."""
+        """Record that exchanging `bits` took `seconds`; `beside` is the rest of the step's time."""
         new = (1.0, bits, seconds, bits * bits, bits * seconds)
         self._sums = [self.decay * old + value for old, value in zip(self._sums, new, strict=True)]
         if beside is not None:
@@ -112,7 +112,7 @@ class Measured(Cost):
 
     @property
     def per_bit(self) -> float:
-        """Seconds that one more bit takes."""
+        """Seconds per additional bit."""
         weight, x, y, xx, xy = self._sums
         if not weight or not x:
             return 0.0
@@ -120,12 +120,12 @@ class Measured(Cost):
         if spread < (0.2 * x / weight) ** 2:
             return average
         slope = (xy / weight - x * y / weight**2) / spread
-        # Noise may tilt the line any way; a bit costs something, and no more than if nothing else did.
+        # Keep the slope within sensible bounds, whatever the noise.
         return min(max(slope, 0.02 * average), average)
 
     @property
     def fixed(self) -> float:
-        """Seconds that a step takes whatever is sent."""
+        """Seconds of a step that do not depend on the bits sent."""
         weight, x, y, *_ = self._sums
         latency = (y - self.per_bit * x) / weight if weight else 0.0
         return self._beside + max(latency, 0.0)
