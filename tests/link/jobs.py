@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
-from thinwire.link.replicas import checksum
+from thinwire.exchange.channel import checksum
 
 
 class Net(nn.Module):

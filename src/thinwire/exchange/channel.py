@@ -7,13 +7,14 @@ import contextlib
 import datetime
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import _native
 from thinwire.errors import LinkError
 
 # PyTorch renames this function; the old name warns where the new one exists.
@@ -213,6 +214,27 @@ def _difference(key: str, ours: Any, theirs: Any) -> str:
         return f"the number of parameters: {len(theirs)} against {len(ours)} ({', '.join(missing[:3])} not on both)"
     first = next((a, b) for a, b in zip(ours, theirs, strict=True) if a != b)
     return f"a parameter: {' '.join(map(str, first[1]))} against {' '.join(map(str, first[0]))}"
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32C of a tensor's bytes."""
+    data = tensor.detach().cpu().contiguous()
+    return _native.crc32c(data.data_ptr(), data.numel() * data.element_size())
+
+
+def check_replicas(channel: Channel, parameters: Mapping[str, Tensor], step: int) -> None:
+    """Raise on all ranks if any parameter differs between them, naming the rank and the parameter."""
+    mine = torch.tensor([checksum(p) for p in parameters.values()], dtype=torch.int64)
+    rows = torch.stack([m.clone().view(torch.int64) for m in channel.all_gather(mine.view(torch.uint8))])
+    usual, _ = rows.mode(dim=0)
+    differing = (rows != usual).nonzero().tolist()
+    if differing:
+        rank, place = differing[0]
+        name, count = list(parameters)[place], sum(1 for r, _ in differing if r == rank)
+        what = f"{name} and {count - 1} more" if count > 1 else name
+        # Two ranks cannot tell which of them is wrong.
+        who = f"rank {rank} holds another {what} than the others" if channel.world > 2 else f"ranks differ in {what}"
+        raise LinkError(f"step {step}: {who}; the replicas have diverged")
 
 
 # Process groups of detached links, by parent group, ranks and timeout. They are used again, not destroyed: PyTorch

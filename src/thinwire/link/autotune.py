@@ -25,7 +25,8 @@ from thinwire.exchange.base import Groups
 from thinwire.exchange.channel import Channel, gather_json, share
 from thinwire.exchange.choose import NAMES
 from thinwire.exchange.hierarchical import Hierarchical, tiers
-from thinwire.link.link import Counters, Link
+from thinwire.link.link import Link
+from thinwire.link.stats import Counters
 from thinwire.tune.adaptive import Adaptive, MagnitudeCurve
 from thinwire.tune.cost import Measured
 from thinwire.tune.forecast import (

@@ -1,0 +1,91 @@
+"""Stats: what a link counts, once per bucket: bytes, entries and seconds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.exchange.base import Outcome
+from thinwire.exchange.channel import Channel
+
+
+@dataclass
+class Counters:
+    """Sums over buckets. Bytes are those that this rank's collectives move."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    entries: int = 0
+    elements: int = 0
+    compress_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    cpu_seconds: float = 0.0  # CPU time of the link's thread, collectives not counted
+
+    def report(self, world: int) -> dict[str, Any]:
+        """All counters, the density, and the compression ratio against a dense 32-bit all-reduce."""
+        dense = 8.0 * self.elements * (world - 1) / world
+        return {
+            **vars(self),
+            "density": self.entries / self.elements if self.elements else 0.0,
+            "compression_ratio": dense / self.bytes_sent if self.bytes_sent else 1.0,
+        }
+
+
+@dataclass
+class Stats:
+    """Counters of the whole run, of the last step and of the present step."""
+
+    steps: int = 0
+    skipped: int = 0
+    total: Counters = field(default_factory=Counters)
+    last: Counters = field(default_factory=Counters)
+    per_parameter: dict[str, int] = field(default_factory=dict)
+    _now: Counters = field(default_factory=Counters)
+    _seen: dict[Channel, tuple[int, int, float, float]] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome, tensors: Mapping[str, Tensor], hold: frozenset[str]) -> None:
+        """Count one bucket."""
+        now = self._now
+        now.entries += sum(outcome.counts.values())
+        now.elements += sum(t.numel() for name, t in tensors.items() if name not in hold)
+        now.compress_seconds += outcome.compress
+        now.decode_seconds += outcome.decode
+        self.per_parameter.update(outcome.counts)
+
+    def count_dense(self, elements: int, volume: int) -> None:
+        """Count a step that was averaged by an all-reduce outside the link."""
+        self._now.entries += elements
+        self._now.elements += elements
+        self._now.bytes_sent += volume
+        self._now.bytes_received += volume
+
+    def add_cpu(self, seconds: float) -> None:
+        """Count CPU time of the link's thread; `end_step` subtracts the collectives' part."""
+        self._now.cpu_seconds += seconds
+
+    def end_step(self, channels: Sequence[Channel]) -> None:
+        """Add the present step to the totals, with what these channels moved in it."""
+        now = self._now
+        for channel in channels:  # a tuner may have replaced the exchange, and its channels, since the last step
+            sent, received, seconds, cpu = self._seen.get(channel, (0, 0, 0.0, 0.0))
+            now.bytes_sent += channel.sent - sent
+            now.bytes_received += channel.received - received
+            now.exchange_seconds += channel.seconds - seconds
+            now.cpu_seconds -= channel.cpu - cpu
+            self._seen[channel] = channel.sent, channel.received, channel.seconds, channel.cpu
+        for name, value in vars(now).items():
+            setattr(self.total, name, getattr(self.total, name) + value)
+        self.last, self._now = now, Counters()
+        self.steps += 1
+
+    def report(self, world: int) -> dict[str, Any]:
+        """Everything as plain figures."""
+        return {
+            "steps": self.steps,
+            "skipped": self.skipped,
+            **self.total.report(world),
+            "last_step": self.last.report(world),
+            "per_parameter": dict(self.per_parameter),
+        }
