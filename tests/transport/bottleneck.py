@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from thinwire.transport.udp.congestion import Pacer, Seen, Shares
+from thinwire.transport.udp.congestion import AckSample, FairShares, Pacer
 
 SIZE, PIECES, WINDOW = 1400, 64, 16  # bytes of a datagram, datagrams of a message, messages under way
 RATE, QUEUE, DELAY = 12.5e6, 625e3, 2e-4  # bytes a second, bytes, seconds one way
@@ -18,7 +18,7 @@ class Bottleneck:
     def __init__(self, seconds: float, *, loss: float = 0.0) -> None:
         self.began = 1.0
         self.counts_from, self.ends = self.began + WARM * seconds, self.began + seconds
-        self.chance, self.loss, self.shares = random.Random(0), loss, Shares()
+        self.chance, self.loss, self.shares = random.Random(0), loss, FairShares()
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._free, self._serial = self.began, 0
         self.bytes: dict[object, int] = {}
@@ -92,23 +92,23 @@ class Paced:
             link.at(last + (0.0 if len(self._flights) == PIECES else 4e-3), self._close, self._flights, now)
 
     def _arrive(self, now: float) -> None:
-        self._link.shares.note(self._number, SIZE, now)
+        self._link.shares.on_packets(self._number, SIZE, now)
         self._link.count(self, SIZE, now)
 
     def _close(self, now: float, flights: list[tuple[float, float]], left: float) -> None:
         least = min((there - sent for sent, there in flights), default=self._least)
         self._least = min(self._least, least)
         lost, queue = PIECES - len(flights), least - self._least
-        self._link.shares.learn(queue, lost / PIECES)
+        self._link.shares.on_message(queue, lost / PIECES)
         span = flights[-1][1] - flights[0][1] if flights else 0.0
         hold = now - flights[-1][1] if flights else 0.0
         took = left - flights[0][0] if flights else 0.0
-        trip, grant = now + DELAY + 1e-3 - left - hold, self._link.shares.grant(now)
-        seen = Seen(PIECES, PIECES * SIZE, lost, queue, span, took, trip, True, grant)
-        self._link.at(now + DELAY + 1e-3, self._learn, seen)
+        rtt, share = now + DELAY + 1e-3 - left - hold, self._link.shares.share(now)
+        sample = AckSample(PIECES, PIECES * SIZE, lost, queue, span, took, rtt, True, share)
+        self._link.at(now + DELAY + 1e-3, self._on_ack, sample)
 
-    def _learn(self, now: float, seen: Seen) -> None:
-        self.pacer.learn(seen, now)
+    def _on_ack(self, now: float, sample: AckSample) -> None:
+        self.pacer.on_ack(sample, now)
         self._waiting += 1
         if not self._left:
             self.pump(now)

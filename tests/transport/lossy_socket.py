@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.transport.udp import endpoints as udp_connection
-from thinwire.transport.udp import endpoints as udp_listener
+from thinwire.transport.udp import endpoints
 
 
 class LossySocket(socket.socket):
@@ -51,5 +50,4 @@ def lose(monkeypatch: pytest.MonkeyPatch, loss: float, seed: int = 0) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         return sock
 
-    monkeypatch.setattr(udp_connection, "open_socket", open_socket)
-    monkeypatch.setattr(udp_listener, "open_socket", open_socket)
+    monkeypatch.setattr(endpoints, "open_socket", open_socket)

@@ -6,14 +6,13 @@ from mpi4py import MPI
 
 from tests.transport.scenarios import END, Scenario, arriving, echo, raises, replies
 from thinwire.errors import TransportError
-from thinwire.transport import Connection, Listener, connect, listen
-from thinwire.transport import mpi as mailbox
+from thinwire.transport import Connection, Listener, connect, listen, mpi
 from thinwire.transport.mpi import MpiConnection, MpiListener
 
 
 def opened(connection: Connection) -> MPI.Intracomm:
     """The communicator below a connection, once it is there and what was sent before it is on its way."""
-    while (comm := mailbox.communicator()) is None:
+    while (comm := mpi.communicator()) is None:
         connection.poll(0.01)
     connection.poll(0.0)
     return comm
@@ -22,7 +21,7 @@ def opened(connection: Connection) -> MPI.Intracomm:
 def hostile_server(listener: Listener, workers: int) -> None:
     """Messages that are too large or make no sense are discarded and counted, and the next one arrives."""
     assert isinstance(listener, MpiListener)
-    vars(mailbox)["MOST_BYTES"] = 1 << 20
+    vars(mpi)["MOST_BYTES"] = 1 << 20
     MPI.COMM_WORLD.Barrier()
     echo(listener, workers)
     assert listener.discarded == 4
@@ -33,7 +32,7 @@ def hostile_worker(connect: Callable[[], Connection], number: int) -> None:
     connection = connect()
     comm = opened(connection)
     bad = (bytes(10 << 20), b"", b"\7" * 100, bytes((1 << 20) + 1))
-    requests = [comm.Isend([data, MPI.BYTE], 0, mailbox.TAG) for data in bad]
+    requests = [comm.Isend([data, MPI.BYTE], 0, mpi.TAG) for data in bad]
     connection.send([END])
     assert next(replies(connection)) == [END]
     MPI.Request.Waitall(requests)

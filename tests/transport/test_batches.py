@@ -11,31 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import _native
-from thinwire.transport.udp import session as path
+from thinwire.transport.udp import session as udp_session
 from thinwire.transport.udp.packet import (
     OVERHEAD,
     PREFIX,
     Envelope,
-    Kind,
-    Split,
+    EnvelopeKind,
+    SplitPacket,
     new_keys,
     pack_control,
     pack_end,
     read_envelope,
     read_records,
-    split,
+    split_packet,
 )
-from thinwire.transport.udp.recovery import Gathering, Group, Sending
-from thinwire.transport.udp.session import Outgoing, Path
-from thinwire.transport.udp.socket import _STAMP, Engine, Intake, _runs, open_socket
+from thinwire.transport.udp.recovery import OutgoingMessage, PacketGroup, Reassembly
+from thinwire.transport.udp.session import EnvelopeQueue, UdpSession
+from thinwire.transport.udp.socket import _TIMESTAMP, PacketReceiver, SocketThread, _equal_runs, open_socket
 
 FIVE = [bytes([i]) * 1000 for i in range(4)] + [b"e" * 300]
 
 
-def paths() -> tuple[Path, Path]:
+def paths() -> tuple[UdpSession, UdpSession]:
     """A worker's side of a session and the server's."""
     keys = new_keys()
-    worker, server = (Path(7, keys, server=server, mtu=1400) for server in (False, True))
+    worker, server = (UdpSession(7, keys, server=server, mtu=1400) for server in (False, True))
     worker.address = ("127.0.0.1", 0)
     return worker, server
 
@@ -43,7 +43,7 @@ def paths() -> tuple[Path, Path]:
 @given(st.lists(st.sampled_from([40, 1000, 1001, 1400, 9216]), max_size=200))
 def test_runs_keep_all_datagrams_in_their_order(sizes: list[int]) -> None:
     datagrams = [bytes([i % 256]) * size for i, size in enumerate(sizes)]
-    runs = list(_runs(datagrams))
+    runs = list(_equal_runs(datagrams))
     assert [each for run in runs for each in run] == datagrams
     for run in runs:
         assert len({len(each) for each in run[:-1]}) <= 1 and len(run[-1]) <= len(run[0])
@@ -52,7 +52,7 @@ def test_runs_keep_all_datagrams_in_their_order(sizes: list[int]) -> None:
 
 @given(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=20))
 def test_padding_is_taken_off_again(pieces: list[bytes]) -> None:
-    plains = Sending(3, b"head", pieces, 0).packed(len(pieces))
+    plains = OutgoingMessage(3, b"head", pieces, 0).packet_contents(len(pieces))
     groups, broken = _native.read_data(plains, [9.0] * len(plains), 1.0)
     ((message, count, head, found, repeated, _, first, last),) = groups
     assert (message, count, head, repeated, first, last, broken) == (3, len(pieces), b"head", 0, 9.0, 9.0, 0)
@@ -76,14 +76,14 @@ def test_datagrams_read_together_are_the_same_as_one_by_one(rows: list[tuple[int
     assert gathered(groups) == gathered(alone)
 
 
-def gathered(groups: list[Group]) -> Any:
-    gathering = Gathering()
+def gathered(groups: list[PacketGroup]) -> Any:
+    reassembly = Reassembly()
     for group in groups:
-        gathering.add(group)
+        reassembly.add(group)
     # What comes twice may be the last of its group: times are told of messages that came once.
-    times = {} if gathering.repeated else {n: m.stamps for n, m in gathering.open.items()}
-    assert all(m.queue >= 0.0 for m in gathering.open.values())
-    return {n: m.pieces for n, m in gathering.open.items()}, times, gathering.received, gathering.repeated
+    times = {} if reassembly.repeated else {n: m.stamps for n, m in reassembly.open.items()}
+    assert all(m.queue >= 0.0 for m in reassembly.open.values())
+    return {n: m.pieces for n, m in reassembly.open.items()}, times, reassembly.received, reassembly.repeated
 
 
 @given(st.integers(0, 200), st.integers(0, 255), st.integers(0, 7))
@@ -107,23 +107,23 @@ def test_pieces_of_several_paths_with_words_between_them() -> None:
     sides = {}
     for session in (7, 8):
         keys = new_keys()
-        sides[session] = [Path(session, keys, server=server, mtu=1400) for server in (False, True)]
-    intake = Intake({session: server for session, (_, server) in sides.items()}, Counter(), finds=True)
-    rows: list[tuple[Split, bytes, float]] = []
+        sides[session] = [UdpSession(session, keys, server=server, mtu=1400) for server in (False, True)]
+    receiver = PacketReceiver({session: server for session, (_, server) in sides.items()}, Counter(), server=True)
+    rows: list[tuple[SplitPacket, bytes, float]] = []
     for i in range(3):
         for session, (worker, _) in sides.items():
-            pieces = worker.sealer.seal_all(_native.pack_data(1, i, 3, b"h", [bytes([session, i])], 1.0, 0))
-            rows += [(found, bytes([session]), 2.0 + i) for each in pieces if (found := split(each)) is not None]
-    word = Envelope(Kind.WORD, 8, 1, [pack_end(1, 3, 6, b"h")]).as_record()
-    late = split(sides[8][0].sealer.seal(pack_control(1, [word])))
+            pieces = worker.encryptor.encrypt_all(_native.pack_data(1, i, 3, b"h", [bytes([session, i])], 1.0, 0))
+            rows += [(found, bytes([session]), 2.0 + i) for each in pieces if (found := split_packet(each)) is not None]
+    word = Envelope(EnvelopeKind.END, 8, 1, [pack_end(1, 3, 6, b"h")]).as_record()
+    late = split_packet(sides[8][0].encryptor.encrypt(pack_control(1, [word])))
     assert late is not None
-    assert intake.take([*rows[:5], (late, bytes([8]), 5.0), *rows[5:]])
+    assert receiver.receive([*rows[:5], (late, bytes([8]), 5.0), *rows[5:]])
     for session, (_, server) in sides.items():
-        assert server.gathering.open[1].pieces == {i: bytes([session, i]) for i in range(3)}
-        assert server.gathering.open[1].whole and server.origin == bytes([session])
-    message = sides[8][1].gathering.open[1]
+        assert server.reassembly.open[1].pieces == {i: bytes([session, i]) for i in range(3)}
+        assert server.reassembly.open[1].complete and server.origin == bytes([session])
+    message = sides[8][1].reassembly.open[1]
     assert message.ended is not None and message.ended <= message.last  # its last piece came after the word
-    assert sides[7][1].gathering.open[1].ended is None
+    assert sides[7][1].reassembly.open[1].ended is None
 
 
 @pytest.mark.parametrize("count", [0, 31, 32, 33, 64, 100])
@@ -132,11 +132,11 @@ def test_as_many_are_read_as_there_are(count: int) -> None:
     with open_socket(socket.AF_INET) as sink, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sink.bind(("127.0.0.1", 0))
         sock.connect(sink.getsockname())
-        sealed = worker.sealer.seal_all([bytes([i]) * (i + 1) for i in range(count)])
+        sealed = worker.encryptor.encrypt_all([bytes([i]) * (i + 1) for i in range(count)])
         for datagram in sealed:
             sock.send(datagram)
         found, truncated, foreign = _native.receive_datagrams(sink.fileno(), 128, 9216, PREFIX, OVERHEAD)
-        assert [parts for parts, _, _ in found] == [split(each) for each in sealed]
+        assert [parts for parts, _, _ in found] == [split_packet(each) for each in sealed]
         assert truncated == foreign == 0
 
 
@@ -153,7 +153,8 @@ def test_a_piece_that_does_not_fit_is_refused() -> None:
 
 def test_pieces_of_about_one_length_become_datagrams_of_one_length() -> None:
     lengths = [
-        len(plain) for plain in Sending(3, b"", [b"a" * 1300, b"b" * 1299, b"c" * 1270, b"d" * 900], 0).packed(4)
+        len(plain)
+        for plain in OutgoingMessage(3, b"", [b"a" * 1300, b"b" * 1299, b"c" * 1270, b"d" * 900], 0).packet_contents(4)
     ]
     assert lengths[0] == lengths[1] == lengths[2] == lengths[3] + 400
 
@@ -193,19 +194,19 @@ def test_datagrams_arrive_one_by_one(kind: type[Counts], asked: int) -> None:
         sink.settimeout(10)
         sock = kind(socket.AF_INET, socket.SOCK_DGRAM)
         sock.connect(sink.getsockname())
-        engine, (worker, _) = Engine(sock, lambda: None, probes=True), paths()
+        thread, (worker, _) = SocketThread(sock, lambda: None, server=False), paths()
         try:
             for _ in range(2):
-                engine.transmit(worker, FIVE)
+                thread.send_packets(worker, FIVE)
                 assert [sink.recv(9999) for _ in FIVE] == FIVE
             assert sock.asked == asked
         finally:
-            engine.close()
+            thread.close()
 
 
-def read_batches(sink: socket.socket, count: int) -> tuple[list[tuple[Split, bytes, float]], int, int]:
+def read_batches(sink: socket.socket, count: int) -> tuple[list[tuple[SplitPacket, bytes, float]], int, int]:
     """So many datagrams, three by one call."""
-    found: list[tuple[Split, bytes, float]] = []
+    found: list[tuple[SplitPacket, bytes, float]] = []
     truncated, foreign, until = 0, 0, time.monotonic() + 10
     while len(found) + truncated + foreign < count and time.monotonic() < until:
         more, short, strange = _native.receive_datagrams(sink.fileno(), 3, 2000, PREFIX, OVERHEAD)
@@ -218,15 +219,15 @@ def test_a_batch_is_read_with_who_sent_it_and_when() -> None:
     with open_socket(socket.AF_INET) as sink, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sink.bind(("127.0.0.1", 0))
         sock.connect(sink.getsockname())
-        sink.setsockopt(socket.SOL_SOCKET, _STAMP, 1)
+        sink.setsockopt(socket.SOL_SOCKET, _TIMESTAMP, 1)
         for _ in range(50):  # the kernel begins to note arrivals a little after it was asked to
-            sealed = worker.sealer.seal_all([b"one", b"two"])
+            sealed = worker.encryptor.encrypt_all([b"one", b"two"])
             for datagram in (*sealed, b"short", b"x" * 100):
                 sock.send(datagram)
             sent = time.time()
             time.sleep(0.2)
             found, truncated, foreign = read_batches(sink, 4)
-            assert [parts for parts, _, _ in found] == [split(each) for each in sealed]
+            assert [parts for parts, _, _ in found] == [split_packet(each) for each in sealed]
             assert (truncated, foreign) == (1, 1)
             assert all(_native.address_of(origin) == sock.getsockname() for _, origin, _ in found)
             if all(sent - 10 < stamp < sent + 0.1 for _, _, stamp in found):
@@ -251,69 +252,72 @@ def test_addresses_of_both_families() -> None:
         assert _native.address_of(origin) == ("::1", s.getsockname()[1], 0, 0)
 
 
-def said(messages: list[list[Any]]) -> list[Kind]:
+def said(messages: list[list[Any]]) -> list[EnvelopeKind]:
     batches = [read_envelope(parts) for parts in messages]
     return [each.kind for batch in batches if batch is not None for each in read_records(1, batch.parts[0])]
 
 
 def test_a_lone_word_waits_and_is_forgotten_when_its_message_has_arrived() -> None:
-    out, now = Outgoing(1, 1000), time.monotonic() + 1
-    number = out.hold()
+    out, now = EnvelopeQueue(1, 1000), time.monotonic() + 1
+    number = out.reserve()
     out.release(number, b"w" * 20)
     assert out.drain(1, now, now - 10) == [] and out.waiting
-    out.acknowledge(number + 1)
+    out.on_ack(number + 1)
     assert out.drain(1, now, now) == []
-    out.release(out.hold(), b"w" * 20)
-    assert said(out.drain(1, now, now)) == [Kind.WORD]  # for long enough
-    out.release(out.hold(), b"w" * 20)
-    out.put(Kind.PLAIN, [b"pull"])
-    assert said(out.drain(1, now, now - 10)) == [Kind.WORD, Kind.PLAIN]  # what is behind it must not overtake it
+    out.release(out.reserve(), b"w" * 20)
+    assert said(out.drain(1, now, now)) == [EnvelopeKind.END]  # for long enough
+    out.release(out.reserve(), b"w" * 20)
+    out.put(EnvelopeKind.PLAIN, [b"pull"])
+    assert said(out.drain(1, now, now - 10)) == [
+        EnvelopeKind.END,
+        EnvelopeKind.PLAIN,
+    ]  # what is behind it must not overtake it
 
 
 def test_a_word_that_waits_goes_by_both_ways_when_packets_begin_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path, "_WORDS", 60.0)  # the machine may be busy
+    monkeypatch.setattr(udp_session, "_END_DELAY", 60.0)  # the machine may be busy
     worker, _ = paths()
     now = time.monotonic()
     worker.submit(b"head", [b"piece"] * 3)
-    worker.pump(lambda datagrams: None)
-    assert worker.express(now) == ([], 3600.0) and worker.drain() == []  # the path is clean
-    assert not worker.has_words(now) and now + 50 < worker.deadline(now) < now + 100 and worker.has_words(now + 100)
-    worker._level = 2
-    datagrams, pause = worker.express(time.monotonic())
+    worker.send_due(lambda datagrams: None)
+    assert worker.control_packets(now) == ([], 3600.0) and worker.drain() == []  # the path is clean
+    assert not worker.has_control(now) and now + 50 < worker.deadline(now) < now + 100 and worker.has_control(now + 100)
+    worker._loss_level = 2
+    datagrams, pause = worker.control_packets(time.monotonic())
     assert len(datagrams) == 2 and 0 < pause < 1.0
-    worker.dispatch.rests_until = time.monotonic() + 60  # nothing comes through any more
+    worker.sender.blocked_until = time.monotonic() + 60  # nothing comes through any more
     assert worker.deadline(time.monotonic()) <= time.monotonic()
-    assert said(worker.drain()) == [Kind.WORD]
-    worker.express(time.monotonic())
-    assert not worker.has_words(time.monotonic() + 3600)
+    assert said(worker.drain()) == [EnvelopeKind.END]
+    worker.control_packets(time.monotonic())
+    assert not worker.has_control(time.monotonic() + 3600)
 
 
 def test_only_words_that_are_said_teach_the_deadline() -> None:
     _, server = paths()
-    begun = server.gathering.lateness.wait
+    begun = server.reassembly.loss_timer.timeout
     for number in range(1, 50):
-        assert server.take_pieces((number, 1, b"head", {0: b"piece"}, 0, 1.0, 10.0, 10.0))
-        server.ready(time.monotonic())
-    assert server.gathering.lateness.wait == begun
+        assert server.receive_pieces((number, 1, b"head", {0: b"piece"}, 0, 1.0, 10.0, 10.0))
+        server.deliver(time.monotonic())
+    assert server.reassembly.loss_timer.timeout == begun
     for number in range(1, 50):
-        server.gathering.end(number, 1, 5, b"head", time.monotonic())
-    assert server.gathering.lateness.wait < 0.5 * begun
+        server.reassembly.end(number, 1, 5, b"head", time.monotonic())
+    assert server.reassembly.loss_timer.timeout < 0.5 * begun
 
 
-def one(index: int, stamp: float) -> Group:
+def one(index: int, stamp: float) -> PacketGroup:
     return 1, 4, b"head", {index: b"piece"}, 0, stamp - 9.0, stamp, stamp
 
 
 def test_a_reader_sleeps_while_the_rest_of_a_message_comes() -> None:
     _, server = paths()
     now = time.monotonic()
-    assert server.arriving(now) == 0.0
+    assert server.time_to_complete(now) == 0.0
     for index, stamp in ((0, 10.0), (1, 10.0004)):
-        server.take_pieces(one(index, stamp))
-    now = server.gathering.open[1].last
-    assert server.arriving(now) == pytest.approx(0.0008)
-    assert server.arriving(now + 1.0) == 0.0  # nothing has come for long
-    server.take_pieces(one(2, 12.0))
-    assert server.arriving(server.gathering.open[1].last) == 0.002
-    assert server.take_pieces(one(3, 12.0))
-    assert server.arriving(server.gathering.open[1].last) == 0.0
+        server.receive_pieces(one(index, stamp))
+    now = server.reassembly.open[1].last
+    assert server.time_to_complete(now) == pytest.approx(0.0008)
+    assert server.time_to_complete(now + 1.0) == 0.0  # nothing has come for long
+    server.receive_pieces(one(2, 12.0))
+    assert server.time_to_complete(server.reassembly.open[1].last) == 0.002
+    assert server.receive_pieces(one(3, 12.0))
+    assert server.time_to_complete(server.reassembly.open[1].last) == 0.0

@@ -12,13 +12,13 @@ from tests.transport.scenarios import PATIENCE, arriving, replies
 from thinwire.errors import TransportError
 from thinwire.tools.cli import run
 from thinwire.transport import Connection, connect, listen
-from thinwire.transport.keys import allowed, new, server_keys, worker_keys
+from thinwire.transport.keys import allowed_keys, create_keys, server_keys, worker_keys
 from thinwire.transport.tcp import TcpListener
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    new(tmp_path / "keys", ["left", "right"])
+    create_keys(tmp_path / "keys", ["left", "right"])
     return tmp_path / "keys"
 
 
@@ -71,7 +71,7 @@ def test_unknown_keys_are_refused_and_logged(
     keys = worker_keys(folder / "left.secret")
     assert keys.public.decode() in caplog.text
     assert keys.secret.decode() not in caplog.text + message + repr(keys)
-    new(folder, ["late"])  # and one is added
+    create_keys(folder, ["late"])  # and one is added
     connection = connect(listener.address, keys=folder / "late.secret")
     connection.send([b"hello"])
     assert next(arriving(listener))[1] == [b"hello"]
@@ -79,7 +79,7 @@ def test_unknown_keys_are_refused_and_logged(
 
 
 def test_a_wrong_server_is_noticed(listener: TcpListener, tmp_path: Path) -> None:
-    (other,) = new(tmp_path / "other", ["left"])
+    (other,) = create_keys(tmp_path / "other", ["left"])
     assert "its key is not the one" in error_of(listener, connect(listener.address, keys=other))
 
 
@@ -100,16 +100,16 @@ def test_a_server_without_keys_is_noticed(folder: Path) -> None:
 def test_files(folder: Path) -> None:
     for file in folder.glob("*.secret"):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert sorted(allowed(folder).values()) == ["left", "right"]
+    assert sorted(allowed_keys(folder).values()) == ["left", "right"]
     left, right, server = worker_keys(folder / "left.secret"), worker_keys(folder / "right.secret"), server_keys(folder)
     assert left.server == right.server == server.public
     assert len({left.public, left.secret, right.public, right.secret, server.public, server.secret}) == 6
-    new(folder, ["third"])
+    create_keys(folder, ["third"])
     assert server_keys(folder) == server  # made once
-    with pytest.raises(TransportError, match="is there already"):
-        new(folder, ["left"])
+    with pytest.raises(TransportError, match="exists already"):
+        create_keys(folder, ["left"])
     with pytest.raises(ValueError, match="cannot name a worker"):
-        new(folder, ["../left"])
+        create_keys(folder, ["../left"])
     with pytest.raises(TransportError, match="name the file of this worker"):
         worker_keys(folder)
 
@@ -117,7 +117,7 @@ def test_files(folder: Path) -> None:
 def test_bad_files_are_named(folder: Path) -> None:
     file = folder / "left.secret"
     file.chmod(0o640)
-    with pytest.raises(TransportError, match=r"left\.secret is a secret that others may read"):
+    with pytest.raises(TransportError, match=r"left\.secret is a secret file that other users may read"):
         connect("tcp://127.0.0.1:1", keys=file)
     file.chmod(0o600)
     secret = worker_keys(file).secret.decode()
@@ -140,4 +140,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert worker_keys(tmp_path / "keys").secret.decode() not in said.out
     assert run(command) == 2
     said = capsys.readouterr()
-    assert "is there already" in said.err and len(said.err.splitlines()) == 1
+    assert "exists already" in said.err and len(said.err.splitlines()) == 1
