@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import zmq
@@ -105,13 +105,21 @@ class PendingBytes:
                 self._bytes += len(frame)
 
 
-class Endpoint:
-    """A ZeroMQ socket for messages of several parts, with a monitor of its handshakes and a way to wake its reader."""
+def _frames(parts: Sequence[Buffer]) -> list[Sendable]:
+    """Return the parts of a message in the form that is cheapest to send."""
+    return [
+        view if len(view) < COPIED else zmq.Frame(view, track=True, copy=False, copy_threshold=COPIED)
+        for view in views(parts)
+    ]
+
+
+class _ZmqSide(Generic[T]):
+    """What the two sides share: a ZeroMQ socket, a monitor of its handshakes, and how it is polled for messages."""
 
     def __init__(self, kind: int) -> None:
         self._context = zmq.Context()
         self._context.setsockopt(zmq.RCVHWM, 0)  # for the monitor: ZeroMQ blocks while the monitor's queue is full
-        self.socket = self._context.socket(kind)
+        self._socket = self._context.socket(kind)
         for option, value in (
             (zmq.SNDHWM, TO_SEND),
             (zmq.RCVHWM, TO_READ),
@@ -128,43 +136,98 @@ class Endpoint:
             (zmq.RECONNECT_IVL, 100),
             (zmq.RECONNECT_IVL_MAX, 2_000),
         ):
-            self.socket.setsockopt(option, value)
-        self._monitor = self.socket.get_monitor_socket(int(HANDSHAKES))
+            self._socket.setsockopt(option, value)
+        self._monitor = self._socket.get_monitor_socket(int(HANDSHAKES))
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._lock = threading.Lock()  # between `wake` and `close`
         self._authenticator: KeyAuthenticator | None = None
         self._watched: set[int] = set()
-        # What the last `wait` found: messages, finished handshakes, a watched descriptor with something to read.
-        self.has_messages = self.has_handshakes = self.has_watched = False
         self._poller = zmq.Poller()
-        for source in (self.socket, self._monitor, self._woken):
+        for source in (self._socket, self._monitor, self._woken):
             self._poller.register(source, zmq.POLLIN)
+        self.watched = False  # whether the last `poll` found something to read from a watched descriptor
+        self.discarded = 0  # messages beyond the limits, or from peers with malformed names
 
-    def protect(self, folder: Folder) -> None:
-        """Encrypt, and accept only workers whose keys are in a folder. Call it before the socket is bound."""
-        self._authenticator = KeyAuthenticator(self._context, folder)
-        self._authenticator.protect(self.socket)
+    def watch(self, descriptor: int, *, on: bool = True) -> None:
+        """Let `poll` also return when there is something to read from this file descriptor.
 
-    def watch(self, descriptor: int) -> None:
-        """Let `wait` also return when there is something to read from this file descriptor."""
-        self._watched.add(descriptor)
-        self._poller.register(descriptor, zmq.POLLIN)
-
-    def unwatch(self, descriptor: int) -> None:
-        """Stop watching a file descriptor. Call it before the descriptor is closed."""
-        if descriptor in self._watched:
+        Call it with `on=False` before the descriptor is closed.
+        """
+        if on:
+            self._watched.add(descriptor)
+            self._poller.register(descriptor, zmq.POLLIN)
+        elif descriptor in self._watched:
             self._watched.remove(descriptor)
             self._poller.unregister(descriptor)
 
-    def send(self, frames: Sequence[Sendable]) -> bool:
+    def poll(self, timeout: float) -> list[T]:
+        deadline = time.monotonic() + timeout
+        while True:
+            seconds = min(max(0.0, deadline - time.monotonic()), 1e3)
+            happened = [source for source, _ in self._poller.poll(math.ceil(seconds * 1000))]
+            self.watched = not self._watched.isdisjoint(happened)
+            woken = self._woken.fileno() in happened
+            if woken:
+                with contextlib.suppress(BlockingIOError):
+                    while self._woken.recv(4096):
+                        pass
+            self._check_handshakes(self._handshakes() if self._monitor in happened else ())
+            found = self._receive() if self._socket in happened else []
+            if found or woken or self.watched or not happened:
+                return found
+
+    def _handshakes(self) -> Iterator[tuple[int, int]]:
+        """Yield the handshakes that finished since the last call: (event, value of the event)."""
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            message = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
+            yield int(message["event"]), int(message["value"])
+
+    def _check_handshakes(self, handshakes: Iterable[tuple[int, int]]) -> None:
+        raise NotImplementedError
+
+    def _receive(self) -> list[T]:
+        """Return the messages that have arrived; discard and count those that are not acceptable."""
+        found: list[T] = []
+        for _ in range(AT_ONCE):
+            frames = self._receive_frames()
+            if not frames:
+                break
+            message = self._accept(frames)
+            if message is not None:
+                found.append(message)
+                continue
+            self.discarded += 1
+            if self.discarded & (self.discarded - 1) == 0:  # log powers of two, so that a flood does not fill the log
+                size = sum(map(len, frames))
+                log.warning("Discarded a message of %d bytes (%d messages so far)", size, self.discarded)
+        return found
+
+    def _receive_frames(self) -> list[zmq.Frame]:
+        """Return the parts of the next message, on a ROUTER after the peer's name; an empty list if there is none."""
+        try:
+            frame = self._socket.recv(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return []
+        frames = [frame]
+        while frame.more:
+            frame = self._socket.recv(zmq.DONTWAIT, copy=False)  # all parts of a message arrive together
+            if len(frames) < MOST_PARTS + 2:  # enough to see that there are too many
+                frames.append(frame)
+        return frames
+
+    def _accept(self, frames: list[zmq.Frame]) -> T | None:
+        """Return the message in these frames, or None to discard it."""
+        raise NotImplementedError
+
+    def _send_frames(self, frames: Sequence[Sendable]) -> bool:
         """Queue one message; return False if its peer is unknown or the peer's queue is full."""
         try:
             # Only the first part can fail: ZeroMQ accepts the rest of a message whose first part it accepted.
             for frame in frames[:-1]:
-                self.socket.send(frame, zmq.DONTWAIT | zmq.SNDMORE, copy=not isinstance(frame, zmq.Frame))
-            self.socket.send(frames[-1], zmq.DONTWAIT, copy=not isinstance(frames[-1], zmq.Frame))
+                self._socket.send(frame, zmq.DONTWAIT | zmq.SNDMORE, copy=not isinstance(frame, zmq.Frame))
+            self._socket.send(frames[-1], zmq.DONTWAIT, copy=not isinstance(frames[-1], zmq.Frame))
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -173,52 +236,18 @@ class Endpoint:
             raise
         return True
 
-    def receive(self) -> list[zmq.Frame]:
-        """Return the parts of the next message, on a ROUTER after the peer's name; an empty list if there is none."""
-        try:
-            frame = self.socket.recv(zmq.DONTWAIT, copy=False)
-        except zmq.Again:
-            return []
-        frames = [frame]
-        while frame.more:
-            frame = self.socket.recv(zmq.DONTWAIT, copy=False)  # all parts of a message arrive together
-            if len(frames) < MOST_PARTS + 2:  # enough to see that there are too many
-                frames.append(frame)
-        return frames
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for an event; return False after a timeout, a `wake`, or if a watched descriptor is ready."""
-        milliseconds = min(max(0, math.ceil(min(seconds, 1e6) * 1000)), 1_000_000)
-        happened = [source for source, _ in self._poller.poll(milliseconds)]
-        self.has_messages, self.has_handshakes = self.socket in happened, self._monitor in happened
-        self.has_watched = not self._watched.isdisjoint(happened)
-        woken = self._woken.fileno() in happened
-        if woken:
-            with contextlib.suppress(BlockingIOError):
-                while self._woken.recv(4096):
-                    pass
-        return bool(happened) and not woken and not self.has_watched
-
-    def handshakes(self) -> Iterator[tuple[int, int]]:
-        """Yield the handshakes that finished since the last call: (event, value of the event)."""
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            message = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
-            yield int(message["event"]), int(message["value"])
-
     def wake(self) -> None:
-        """End the present `wait`, or the next one. Any thread may call it at any time."""
         with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader as well
             if self._waker.fileno() >= 0:
                 self._waker.send(b"\0")
 
     def close(self) -> None:
-        """Give queued messages a second to leave, then free all resources."""
-        if self.socket.closed:
+        if self._socket.closed:
             return
-        self.socket.disable_monitor()
+        self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self.socket.close()
-        if self._authenticator:
+        self._socket.close()
+        if self._authenticator is not None:
             self._authenticator.close()
         with self._lock:
             self._woken.close()
@@ -226,92 +255,27 @@ class Endpoint:
         self._context.term()
 
 
-def _frames(parts: Sequence[Buffer]) -> list[Sendable]:
-    """Return the parts of a message in the form that is cheapest to send."""
-    return [
-        view if len(view) < COPIED else zmq.Frame(view, track=True, copy=False, copy_threshold=COPIED)
-        for view in views(parts)
-    ]
-
-
-class _TcpSide(Generic[T]):
-    """What the two sides share: an endpoint, and how it is polled for messages of type T."""
-
-    def __init__(self, kind: int) -> None:
-        self._endpoint = Endpoint(kind)
-        self.discarded = 0  # messages beyond the limits, or from peers with malformed names
-
-    def poll(self, timeout: float) -> list[T]:
-        deadline = time.monotonic() + timeout
-        while True:
-            goes_on = self._endpoint.wait(deadline - time.monotonic())
-            self._check_handshakes()
-            found = self._receive_all() if self._endpoint.has_messages else []
-            if found or not goes_on:
-                return found
-
-    def _receive_all(self) -> list[T]:
-        found: list[T] = []
-        for _ in range(AT_ONCE):
-            frames = self._endpoint.receive()
-            if not frames:
-                break
-            message = self._accept(frames)
-            if message is None:
-                self._discard(frames)
-            else:
-                found.append(message)
-        return found
-
-    def _check_handshakes(self) -> None:
-        raise NotImplementedError
-
-    def _accept(self, frames: list[zmq.Frame]) -> T | None:
-        """Return the message in these frames, or None to discard it."""
-        raise NotImplementedError
-
-    def _discard(self, frames: list[zmq.Frame]) -> None:
-        self.discarded += 1
-        if self.discarded & (self.discarded - 1) == 0:  # log powers of two only, so that a flood does not fill the log
-            size = sum(map(len, frames))
-            log.warning("Discarded a message of %d bytes in %d frames (%d so far)", size, len(frames), self.discarded)
-
-    def watch(self, descriptor: int, *, on: bool = True) -> None:
-        """Let `poll` also return when there is something to read from this file descriptor; `on=False` ends that."""
-        (self._endpoint.watch if on else self._endpoint.unwatch)(descriptor)
-
-    @property
-    def watched(self) -> bool:
-        """Whether the last `poll` found something to read from a watched descriptor."""
-        return self._endpoint.has_watched
-
-    def wake(self) -> None:
-        self._endpoint.wake()
-
-    def close(self) -> None:
-        self._endpoint.close()
-
-
-class TcpListener(_TcpSide[tuple[Peer, Parts]], Listener):
+class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
     """The server's side over TCP."""
 
     def __init__(self, endpoint: str, *, keys: Folder | None = None, shown_host: str | None = None) -> None:
         super().__init__(zmq.ROUTER)
         self._pending: defaultdict[Peer, PendingBytes] = defaultdict(PendingBytes)
         self.refused = 0  # handshakes that failed
-        socket = self._endpoint.socket
+        socket = self._socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a message to an unknown peer instead of dropping it
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # accept a worker that reconnects before its old connection is dead
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
             if keys is not None:
-                self._endpoint.protect(keys)
+                self._authenticator = KeyAuthenticator(self._context, keys)
+                self._authenticator.protect(socket)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._endpoint.close()
+            self.close()
             raise TransportError(f"cannot listen on {endpoint}: {error.strerror.lower()}") from None
         except TransportError:
-            self._endpoint.close()
+            self.close()
             raise
         self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if shown_host:
@@ -327,9 +291,9 @@ class TcpListener(_TcpSide[tuple[Peer, Parts]], Listener):
             return None
         return name.bytes, [part.buffer for part in parts]
 
-    def _check_handshakes(self) -> None:
+    def _check_handshakes(self, handshakes: Iterable[tuple[int, int]]) -> None:
         """Count failed handshakes. The authenticator logs unknown keys itself; a few of the others are logged here."""
-        for event, _ in self._endpoint.handshakes() if self._endpoint.has_handshakes else ():
+        for event, _ in handshakes:
             self.refused += event != zmq.Event.HANDSHAKE_SUCCEEDED
             strange = event in (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
             if strange and self.refused & (self.refused - 1) == 0:
@@ -340,7 +304,7 @@ class TcpListener(_TcpSide[tuple[Peer, Parts]], Listener):
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
         frames = _frames(parts)
         pending = self._pending[peer]
-        if not pending.has_room(sum(map(len, frames))) or not self._endpoint.send([peer, *frames]):
+        if not pending.has_room(sum(map(len, frames))) or not self._send_frames([peer, *frames]):
             return False
         pending.add(frames)
         return True
@@ -348,12 +312,8 @@ class TcpListener(_TcpSide[tuple[Peer, Parts]], Listener):
     def forget(self, peer: Peer) -> None:
         self._pending.pop(peer, None)
 
-    def close(self) -> None:
-        self._pending.clear()
-        super().close()
 
-
-class TcpConnection(_TcpSide[Parts], Connection):
+class TcpConnection(_ZmqSide[Parts], Connection):
     """A worker's side over TCP."""
 
     def __init__(self, endpoint: str, *, keys: Keys | None = None) -> None:
@@ -363,7 +323,7 @@ class TcpConnection(_TcpSide[Parts], Connection):
         self._keys = keys
         self._failures: int | None = 0  # handshakes that failed before the first success, then None
         self._error: TransportError | None = None
-        socket = self._endpoint.socket
+        socket = self._socket
         # ZeroMQ reserves names that begin with a zero byte. The name is random, so that no other peer can guess it.
         socket.setsockopt(zmq.ROUTING_ID, b"\1" + os.urandom(NAME_BYTES - 1))
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
@@ -374,15 +334,15 @@ class TcpConnection(_TcpSide[Parts], Connection):
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._endpoint.close()
+            self.close()
             raise TransportError(f"cannot connect to {endpoint}: {error.strerror.lower()}") from None
 
     def _accept(self, frames: list[zmq.Frame]) -> Parts | None:
         return [part.buffer for part in frames] if acceptable(map(len, frames)) else None
 
-    def _check_handshakes(self) -> None:
+    def _check_handshakes(self, handshakes: Iterable[tuple[int, int]]) -> None:
         """Raise TransportError if the server will never accept this worker; an absent server may come back."""
-        for event, value in self._endpoint.handshakes() if self._endpoint.has_handshakes else ():
+        for event, value in handshakes:
             self._error = self._error or self._handshake_error(event, value)
         if self._error:
             raise self._error
@@ -409,6 +369,6 @@ class TcpConnection(_TcpSide[Parts], Connection):
 
     def send(self, parts: Sequence[Buffer]) -> None:
         frames = _frames(parts)
-        if not self._pending.has_room(sum(map(len, frames))) or not self._endpoint.send(frames):
+        if not self._pending.has_room(sum(map(len, frames))) or not self._send_frames(frames):
             raise TransportError(f"too much is queued for the server at {self._where}, which does not read it")
         self._pending.add(frames)

@@ -225,7 +225,6 @@ class UdpListener(Listener):
             sock.bind((host, 0))
         self._port = int(sock.getsockname()[1])
         self._sessions: dict[Peer, UdpSession] = {}
-        self._tokens: dict[Peer, bytes] = {}
         self._unreachable: set[Peer] = set()
         self._forgotten: dict[Peer, float] = {}  # peers that are gone, and since when
         self._shares = FairShares()
@@ -280,23 +279,22 @@ class UdpListener(Listener):
         """Give a worker a session; one that asks again with the same token gets the same session."""
         sessions = self._thread.sessions
         with self._thread.lock:
-            if self._tokens.get(peer) != token or len(token) != _TOKEN_BYTES:
+            session = self._sessions.get(peer)
+            if session is None or session.token != token or len(token) != _TOKEN_BYTES:
                 self._drop(peer)
                 while len(self._sessions) >= _MOST_SESSIONS:
                     self._drop(next(iter(self._sessions)))
                 number = next(n for n in iter(lambda: secrets.randbits(32), None) if n not in sessions)
                 keys = new_keys()
                 session = UdpSession(number, keys, server=True, mtu=self._mtu, shares=self._shares)
-                session.welcome = _WELCOME.pack(number, self._port, self._mtu) + keys
-                self._sessions[peer], self._tokens[peer], sessions[number] = session, token, session
-            session = self._sessions[peer]
+                session.token, session.welcome = token, _WELCOME.pack(number, self._port, self._mtu) + keys
+                self._sessions[peer] = sessions[number] = session
         self._tcp.send(peer, Envelope(EnvelopeKind.KEY, session.number, 0, [session.welcome]).as_parts())
 
     def _drop(self, peer: Peer) -> None:
         session = self._sessions.pop(peer, None)
         if session is not None:
             self._thread.sessions.pop(session.number, None)
-        self._tokens.pop(peer, None)
         self._forgotten.pop(peer, None)
         self._unreachable.discard(peer)
 

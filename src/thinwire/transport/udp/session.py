@@ -296,7 +296,7 @@ class UdpSession:
         self._acks: list[bytes] = []
         self._news = 0.0  # when a control packet last brought new envelopes
         self._repeated = False  # whether the other side retransmits what is here already: it needs an ack
-        self.welcome = b""  # server: what the worker was told of this session
+        self.token = self.welcome = b""  # server: the worker's request for this session, and the answer to it
 
     # Out
 
