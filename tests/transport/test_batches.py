@@ -147,7 +147,7 @@ def test_a_piece_that_does_not_fit_into_a_packet_is_refused() -> None:
         (b"", [b"x"], 0, 1 << 16),
         (b"", [b"x", b"y"], 4, 5),
     ):
-        with pytest.raises(ValueError, match="datagram|packet"):
+        with pytest.raises(ValueError, match=r"datagram|packet"):
             _native.pack_data(1, first, count, head, pieces, 0.0, 0)
 
 
