@@ -26,7 +26,7 @@ T = TypeVar("T")
 SERVER = 0  # the server's rank
 MESSAGE, GOODBYE = 1, 0
 NAME_BYTES, RANK_BYTES = 8, 4
-EVERYBODY = bytes(NAME_BYTES)  # the connection name in the server's goodbye
+ALL_CONNECTIONS = bytes(NAME_BYTES)  # the connection name in the server's goodbye
 _HEADER = struct.Struct(f"<BB{NAME_BYTES}s")
 # The largest packed message in bytes.
 MOST_BYTES = _HEADER.size + 4 * MOST_PARTS + LARGEST
@@ -316,7 +316,7 @@ class MpiListener(_MpiSide[tuple[Peer, Parts]], Listener):
         """Do nothing: only a name is kept for each rank, and its goodbye removes it. Until then it can be reached."""
 
     def close(self) -> None:
-        self._close(range(1, MPI.COMM_WORLD.Get_size()), EVERYBODY)  # also to ranks that never sent anything
+        self._close(range(1, MPI.COMM_WORLD.Get_size()), ALL_CONNECTIONS)  # also to ranks that never sent anything
 
 
 class MpiConnection(_MpiSide[Parts], Connection):
@@ -337,7 +337,7 @@ class MpiConnection(_MpiSide[Parts], Connection):
     def _receive(self) -> list[Parts]:
         found: list[Parts] = []
         for peer, parts in self._messages():
-            if rank_of(peer) == SERVER and peer[RANK_BYTES:] == (self._name if parts else EVERYBODY):
+            if rank_of(peer) == SERVER and peer[RANK_BYTES:] == (self._name if parts else ALL_CONNECTIONS):
                 if parts:
                     found.append(parts)
                 else:
