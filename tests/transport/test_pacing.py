@@ -3,6 +3,7 @@
 import pytest
 
 from tests.transport.bottleneck import Bottleneck
+from thinwire.transport.udp.congestion import LossProbe
 
 
 def test_a_single_sender_fills_the_link_without_loss() -> None:
@@ -32,3 +33,14 @@ def test_many_senders_to_one_receiver_do_not_collapse() -> None:
     rates = link.run(13)
     assert sum(rates) > 80 and link.lost < 0.1 * link.sent
     assert min(rates) > 3.0
+
+
+def test_a_probe_decides_after_four_rtts_and_128_packets() -> None:
+    probe = LossProbe()
+    assert not probe.is_due(100, 4, 0.0) and probe.is_due(100, 9, 0.1)
+    assert probe.begin(64.0, 1.0) == 32.0 and probe.running
+    assert probe.on_ack(200, 0, 0.01, 1.001) is None  # about packets that left before the probe
+    assert probe.on_ack(100, 3, 0.01, 1.1) is None  # too few packets
+    assert probe.on_ack(28, 1, 0.01, 1.2) == 64.0 and not probe.running  # as much is lost: the loss is the link's own
+    assert not probe.is_due(100, 3, 1.3)  # and is not probed again for ten seconds
+    assert probe.is_due(100, 3, 12.0)
