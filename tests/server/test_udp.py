@@ -25,7 +25,7 @@ from thinwire.transport.addresses import listen
 from thinwire.transport.base import Buffer
 from thinwire.transport.tcp import TcpConnection
 from thinwire.transport.udp import endpoints as udp_listener
-from thinwire.transport.udp.packet import Kind, read_envelope, read_records
+from thinwire.transport.udp.packet import EnvelopeKind, read_envelope, read_records
 
 
 def one_layer() -> nn.Module:
@@ -137,9 +137,9 @@ def lose_a_report(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def send(self: TcpConnection, parts: Sequence[Buffer]) -> None:
         said[id(self)] += 1
         envelope = read_envelope(parts)
-        if not lost and said[id(self)] > 40 and envelope is not None and envelope.kind is Kind.BATCH:
+        if not lost and said[id(self)] > 40 and envelope is not None and envelope.kind is EnvelopeKind.BATCH:
             records = read_records(envelope.session, envelope.parts[0])
-            if {record.kind for record in records} == {Kind.REPORT}:
+            if {record.kind for record in records} == {EnvelopeKind.ACK}:
                 lost.append("a report")
                 return
         true(self, parts)

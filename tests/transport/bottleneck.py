@@ -1,48 +1,48 @@
-"""A link with a queue that drops what does not fit, in computed time: senders by the pacer, and TCP's next to them."""
+"""A simulated link with a drop-tail queue, shared by senders that use the pacer and by TCP streams."""
 
 import heapq
 import random
 from collections.abc import Callable
 from typing import Any
 
-from thinwire.transport.udp.congestion import Pacer, Seen, Shares
+from thinwire.transport.udp.congestion import AckSample, FairShares, Pacer
 
-SIZE, PIECES, WINDOW = 1400, 64, 16  # bytes of a datagram, datagrams of a message, messages under way
+SIZE, PIECES, WINDOW = 1400, 64, 16  # bytes of a packet, packets of a message, messages in flight
 RATE, QUEUE, DELAY = 12.5e6, 625e3, 2e-4  # bytes a second, bytes, seconds one way
-WARM = 0.25  # share of the time that is not counted
+WARM = 0.25  # share of the time that is not measured
 
 
 class Bottleneck:
-    """Runs some senders for some seconds that take much less; `mbit` of each, and the share of datagrams lost."""
+    """Simulates senders for some seconds, and counts the bytes of each and the packets lost."""
 
     def __init__(self, seconds: float, *, loss: float = 0.0) -> None:
         self.began = 1.0
         self.counts_from, self.ends = self.began + WARM * seconds, self.began + seconds
-        self.chance, self.loss, self.shares = random.Random(0), loss, Shares()
+        self.chance, self.loss, self.shares = random.Random(0), loss, FairShares()
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._free, self._serial = self.began, 0
         self.bytes: dict[object, int] = {}
         self.sent = self.lost = 0
 
     def at(self, when: float, what: Callable[..., None], *rest: Any) -> None:
-        """Call something at a time, with that time."""
+        """Schedule a call at a time; the time is its first argument."""
         self._serial += 1
         heapq.heappush(self._events, (when, self._serial, what, rest))
 
     def carry(self, now: float, size: int) -> float | None:
-        """When so many bytes have crossed the link; None if the queue has no room for them."""
+        """Return when so many bytes arrive; None if the queue has no room for them."""
         if max(0.0, self._free - now) * RATE + size > QUEUE:
             return None
         self._free = max(self._free, now) + size / RATE
         return self._free + DELAY
 
     def count(self, who: object, size: int, now: float) -> None:
-        """Something has arrived."""
+        """Count bytes that have arrived."""
         if now > self.counts_from:
             self.bytes[who] = self.bytes.get(who, 0) + size
 
     def run(self, senders: int, streams: int = 0, *, late: float = 0.0) -> list[float]:
-        """Megabits a second of each sender, then of each TCP stream; senders begin so much later."""
+        """Return mbit/s of each sender, then of each TCP stream; the senders start `late` seconds after the streams."""
         flows: list[Paced | Stream] = [Paced(self, i) for i in range(senders)]
         flows += [Stream(self) for _ in range(streams)]
         for i, flow in enumerate(flows):
@@ -59,7 +59,7 @@ class Paced:
     def __init__(self, link: Bottleneck, number: int) -> None:
         self._link, self._number, self.pacer = link, number, Pacer(SIZE, link.began)
         self._waiting, self._least = WINDOW, 1e9
-        self._left = 0  # datagrams of the message that is being sent
+        self._left = 0  # packets left of the message that is being sent
         self._began, self._waited = 0.0, False
         self._flights: list[tuple[float, float]] = []
 
@@ -92,30 +92,30 @@ class Paced:
             link.at(last + (0.0 if len(self._flights) == PIECES else 4e-3), self._close, self._flights, now)
 
     def _arrive(self, now: float) -> None:
-        self._link.shares.note(self._number, SIZE, now)
+        self._link.shares.on_packets(self._number, SIZE, now)
         self._link.count(self, SIZE, now)
 
     def _close(self, now: float, flights: list[tuple[float, float]], left: float) -> None:
         least = min((there - sent for sent, there in flights), default=self._least)
         self._least = min(self._least, least)
         lost, queue = PIECES - len(flights), least - self._least
-        self._link.shares.learn(queue, lost / PIECES)
+        self._link.shares.on_message(queue, lost / PIECES)
         span = flights[-1][1] - flights[0][1] if flights else 0.0
-        hold = now - flights[-1][1] if flights else 0.0
+        ack_delay = now - flights[-1][1] if flights else 0.0
         took = left - flights[0][0] if flights else 0.0
-        trip, grant = now + DELAY + 1e-3 - left - hold, self._link.shares.grant(now)
-        seen = Seen(PIECES, PIECES * SIZE, lost, queue, span, took, trip, True, grant)
-        self._link.at(now + DELAY + 1e-3, self._learn, seen)
+        rtt, share = now + DELAY + 1e-3 - left - ack_delay, self._link.shares.share(now)
+        sample = AckSample(PIECES, PIECES * SIZE, lost, queue, span, took, rtt, True, share)
+        self._link.at(now + DELAY + 1e-3, self._on_ack, sample)
 
-    def _learn(self, now: float, seen: Seen) -> None:
-        self.pacer.learn(seen, now)
+    def _on_ack(self, now: float, sample: AckSample) -> None:
+        self.pacer.on_ack(sample, now)
         self._waiting += 1
         if not self._left:
             self.pump(now)
 
 
 class Stream:
-    """About what Linux's TCP does: CUBIC, in bundles of eight packets."""
+    """An approximation of Linux's TCP: CUBIC, in bundles of eight packets."""
 
     BUNDLE, PACKET = 8, 1500
 

@@ -1,4 +1,4 @@
-"""One rank of an MPI job that runs a scenario: `mpirun -n N python -m mpi4py -m tests.transport.mpi_rank NAME`."""
+"""Run a scenario as one rank of an MPI job: `mpirun -n N python -m mpi4py -m tests.transport.mpi_rank NAME`."""
 
 import sys
 

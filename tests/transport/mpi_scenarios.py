@@ -1,4 +1,4 @@
-"""Scenarios of MPI alone: messages that its own side never sends, and ends of jobs."""
+"""Scenarios of the mpi transport alone: malformed messages, and how jobs end."""
 
 from collections.abc import Callable
 
@@ -6,23 +6,22 @@ from mpi4py import MPI
 
 from tests.transport.scenarios import END, Scenario, arriving, echo, raises, replies
 from thinwire.errors import TransportError
-from thinwire.transport import Connection, Listener, connect, listen
-from thinwire.transport import mpi as mailbox
+from thinwire.transport import Connection, Listener, connect, listen, mpi
 from thinwire.transport.mpi import MpiConnection, MpiListener
 
 
 def opened(connection: Connection) -> MPI.Intracomm:
-    """The communicator below a connection, once it is there and what was sent before it is on its way."""
-    while (comm := mailbox.communicator()) is None:
+    """Return the communicator of a connection, after the messages that waited for it were sent."""
+    while (comm := mpi.communicator()) is None:
         connection.poll(0.01)
     connection.poll(0.0)
     return comm
 
 
 def hostile_server(listener: Listener, workers: int) -> None:
-    """Messages that are too large or make no sense are discarded and counted, and the next one arrives."""
+    """Messages that are too large or malformed are discarded and counted, and the next one arrives."""
     assert isinstance(listener, MpiListener)
-    vars(mailbox)["MOST_BYTES"] = 1 << 20
+    vars(mpi)["MOST_BYTES"] = 1 << 20
     MPI.COMM_WORLD.Barrier()
     echo(listener, workers)
     assert listener.discarded == 4
@@ -33,7 +32,7 @@ def hostile_worker(connect: Callable[[], Connection], number: int) -> None:
     connection = connect()
     comm = opened(connection)
     bad = (bytes(10 << 20), b"", b"\7" * 100, bytes((1 << 20) + 1))
-    requests = [comm.Isend([data, MPI.BYTE], 0, mailbox.TAG) for data in bad]
+    requests = [comm.Isend([data, MPI.BYTE], 0, mpi.TAG) for data in bad]
     connection.send([END])
     assert next(replies(connection)) == [END]
     MPI.Request.Waitall(requests)
@@ -41,7 +40,7 @@ def hostile_worker(connect: Callable[[], Connection], number: int) -> None:
 
 
 def unread_server(listener: Listener, workers: int) -> None:
-    """A peer that does not read is bounded; both sides end although their messages never arrive."""
+    """The queue of a peer that does not read is bounded, and both sides end although messages never arrive."""
     peer, _ = next(arriving(listener))
     sent = 0
     while listener.send(peer, [bytes(10_000)]):
@@ -57,28 +56,28 @@ def unread_worker(connect: Callable[[], Connection], number: int) -> None:
     opened(connection)
     MPI.COMM_WORLD.Barrier()
     connection.send([bytes(50 << 20)])
-    # It ends without a goodbye and without a look at what was sent to it.
+    # It ends without a goodbye and without reading what was sent to it.
 
 
 def ended_server(listener: Listener, workers: int) -> None:
-    """Workers learn that the server has ended, after everything that it said before."""
+    """Workers learn that the server has ended after they have received all its messages."""
     for _, (peer, _) in zip(range(workers), arriving(listener), strict=False):
-        assert listener.send(peer, [b"last words"])
+        assert listener.send(peer, [b"last message"])
 
 
 def ended_worker(connect: Callable[[], Connection], number: int) -> None:
     connection = connect()
     connection.send([b"here"])
-    assert next(replies(connection)) == [b"last words"]
+    assert next(replies(connection)) == [b"last message"]
     for _ in range(2):
         with raises(TransportError, "rank 0 of this MPI job, has ended"):
             next(replies(connection))
-        connection.send([bytes(10 << 20)])  # harms nobody
+        connection.send([bytes(10 << 20)])  # has no effect
     connection.close()
 
 
 def rules_server(listener: Listener, workers: int) -> None:
-    """Rank 0 listens and all others connect, one at a time."""
+    """Only rank 0 can listen, only other ranks can connect, and each only once at a time."""
     with raises(TransportError, "already"):
         listen("mpi://")
     with raises(TransportError, "rank 0 cannot be a worker"):

@@ -1,4 +1,4 @@
-"""What every transport must do: each scenario has a server's side and a worker's side, for so many workers.
+"""Scenarios that every transport must pass. Each has a server's side, a worker's side and a number of workers.
 
 The tests run the same scenarios with threads over TCP and with processes over MPI.
 """
@@ -20,7 +20,7 @@ END = b"end"
 
 @dataclass(frozen=True)
 class Scenario:
-    """`server` gets the listener and the number of workers; `worker` its number and a way to connect."""
+    """`server` gets the listener and the number of workers; `worker` gets a function that connects, and its number."""
 
     server: Callable[[Listener, int], None]
     worker: Callable[[Callable[[], Connection], int], None]
@@ -29,7 +29,7 @@ class Scenario:
 
 @contextlib.contextmanager
 def raises(kind: type[Exception], text: str) -> Iterator[None]:
-    """As pytest's, which fourteen ranks would take seconds to import."""
+    """Do what pytest.raises does; fourteen ranks would take seconds to import pytest."""
     try:
         yield
     except kind as error:
@@ -39,7 +39,7 @@ def raises(kind: type[Exception], text: str) -> Iterator[None]:
 
 
 def arriving(listener: Listener) -> Iterator[tuple[Peer, Parts]]:
-    """Messages for as long as they come."""
+    """Yield messages from workers; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         yield from listener.poll(1.0)
@@ -47,7 +47,7 @@ def arriving(listener: Listener) -> Iterator[tuple[Peer, Parts]]:
 
 
 def replies(connection: Connection) -> Iterator[Parts]:
-    """Messages for as long as they come."""
+    """Yield messages from the server; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         yield from connection.poll(1.0)
@@ -55,7 +55,7 @@ def replies(connection: Connection) -> Iterator[Parts]:
 
 
 def echo(listener: Listener, workers: int) -> None:
-    """Send everything back until every worker has said that it is done."""
+    """Send every message back until every worker has sent END."""
     peers, done = set(), 0
     for peer, parts in arriving(listener):
         peers.add(peer)
@@ -67,7 +67,7 @@ def echo(listener: Listener, workers: int) -> None:
 
 
 def order_worker(connect: Callable[[], Connection], number: int) -> None:
-    """Messages of many sizes and parts, empty ones among them, come back whole and in order."""
+    """Messages of many sizes and parts, empty ones among them, come back complete and in order."""
     rng = random.Random(number)
     connection = connect()
     sent: list[list[bytes]] = []
@@ -103,7 +103,7 @@ def large_worker(connect: Callable[[], Connection], number: int) -> None:
 
 
 def woken(poll: Callable[[float], object], wake: Callable[[], None]) -> None:
-    """A poll that nobody sends anything to ends when another thread wakes it, or was woken before it began."""
+    """A poll without messages ends when another thread calls wake, or at once if wake was called before it."""
     timer = threading.Timer(0.05, wake)
     timer.start()
     assert poll(PATIENCE) == []
@@ -131,7 +131,7 @@ def wake_worker(connect: Callable[[], Connection], number: int) -> None:
 
 
 def gone_server(listener: Listener, workers: int) -> None:
-    """A peer that has closed its connection cannot be reached, nor can one that never was."""
+    """A peer that has closed its connection cannot be reached, nor can an unknown peer."""
     peer, _ = next(arriving(listener))
     assert listener.send(peer, [b"welcome"])
     deadline = time.monotonic() + PATIENCE
@@ -152,12 +152,12 @@ def gone_worker(connect: Callable[[], Connection], number: int) -> None:
 
 
 def back_server(listener: Listener, workers: int) -> None:
-    """What was queued when a worker closed still arrives, and one that comes back at once is reached."""
+    """Messages that were queued when a worker closed still arrive, and a worker that reconnects can be reached."""
     messages = arriving(listener)
     assert next(messages)[1] == [b"first"]
     peer, parts = next(messages)
     assert parts == [b"again"]
-    listener.forget(peer)  # which does not hang up
+    listener.forget(peer)  # this does not close the connection
     assert listener.send(peer, [b"welcome back"])
 
 
@@ -172,7 +172,7 @@ def back_worker(connect: Callable[[], Connection], number: int) -> None:
 
 
 def limits_worker(connect: Callable[[], Connection], number: int) -> None:
-    """A sender is told of messages that nobody would take, and what it sends next arrives."""
+    """Sending a message beyond the limits raises ValueError, and the next message arrives."""
     connection = connect()
     for bad in ([], [b"x"] * (MOST_PARTS + 1)):
         with raises(ValueError, "1 to 8 parts"):

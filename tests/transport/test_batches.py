@@ -1,4 +1,4 @@
-"""Datagrams that leave and are read many at a time: they are the same ones, whatever the kernel can do."""
+"""Packets that are sent and received many at a time are the same as those handled one by one."""
 
 import errno
 import socket
@@ -11,48 +11,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import _native
-from thinwire.transport.udp import session as path
+from thinwire.transport.udp import session as udp_session
 from thinwire.transport.udp.packet import (
     OVERHEAD,
     PREFIX,
     Envelope,
-    Kind,
-    Split,
+    EnvelopeKind,
+    SplitPacket,
     new_keys,
     pack_control,
     pack_end,
     read_envelope,
     read_records,
-    split,
+    split_packet,
 )
-from thinwire.transport.udp.recovery import Gathering, Group, Sending
-from thinwire.transport.udp.session import Outgoing, Path
-from thinwire.transport.udp.socket import _STAMP, Engine, Intake, _runs, open_socket
+from thinwire.transport.udp.recovery import OutgoingMessage, PacketGroup, Reassembly
+from thinwire.transport.udp.session import EnvelopeQueue, UdpSession
+from thinwire.transport.udp.socket import _TIMESTAMP, PacketReceiver, SocketThread, _equal_runs, open_socket
 
 FIVE = [bytes([i]) * 1000 for i in range(4)] + [b"e" * 300]
 
 
-def paths() -> tuple[Path, Path]:
-    """A worker's side of a session and the server's."""
+def sessions() -> tuple[UdpSession, UdpSession]:
+    """Return the worker's side and the server's side of one session."""
     keys = new_keys()
-    worker, server = (Path(7, keys, server=server, mtu=1400) for server in (False, True))
+    worker, server = (UdpSession(7, keys, server=server, mtu=1400) for server in (False, True))
     worker.address = ("127.0.0.1", 0)
     return worker, server
 
 
 @given(st.lists(st.sampled_from([40, 1000, 1001, 1400, 9216]), max_size=200))
-def test_runs_keep_all_datagrams_in_their_order(sizes: list[int]) -> None:
-    datagrams = [bytes([i % 256]) * size for i, size in enumerate(sizes)]
-    runs = list(_runs(datagrams))
-    assert [each for run in runs for each in run] == datagrams
+def test_equal_runs_keep_all_packets_in_order(sizes: list[int]) -> None:
+    packets = [bytes([i % 256]) * size for i, size in enumerate(sizes)]
+    runs = list(_equal_runs(packets))
+    assert [each for run in runs for each in run] == packets
     for run in runs:
         assert len({len(each) for each in run[:-1]}) <= 1 and len(run[-1]) <= len(run[0])
         assert len(run) <= 64 and sum(map(len, run)) <= 65_000
 
 
 @given(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=20))
-def test_padding_is_taken_off_again(pieces: list[bytes]) -> None:
-    plains = Sending(3, b"head", pieces, 0).packed(len(pieces))
+def test_padding_is_removed_on_receipt(pieces: list[bytes]) -> None:
+    plains = OutgoingMessage(3, b"head", pieces, 0).packet_contents(len(pieces))
     groups, broken = _native.read_data(plains, [9.0] * len(plains), 1.0)
     ((message, count, head, found, repeated, _, first, last),) = groups
     assert (message, count, head, repeated, first, last, broken) == (3, len(pieces), b"head", 0, 9.0, 9.0, 0)
@@ -65,29 +65,29 @@ def test_padding_is_taken_off_again(pieces: list[bytes]) -> None:
         max_size=30,
     )
 )
-def test_datagrams_read_together_are_the_same_as_one_by_one(rows: list[tuple[int, int, float, float]]) -> None:
-    """Whatever their order, how often they come, how long they take and where a span of time ends."""
+def test_packets_parsed_together_equal_packets_parsed_one_by_one(rows: list[tuple[int, int, float, float]]) -> None:
+    """This holds for any order, duplicates, delays and boundaries between time spans."""
     plains = [_native.pack_data(m, i, 5, b"h", [bytes([m, i])], sent, 0)[0] for m, i, _, sent in rows]
     stamps = sorted(stamp for _, _, stamp, _ in rows)
     groups, broken = _native.read_data(plains, stamps, 1.0)
     assert broken == 0
     assert all(int(first) == int(last) for *_, first, last in groups)
     alone = [_native.read_data([plain], [stamp], 1.0)[0][0] for plain, stamp in zip(plains, stamps, strict=True)]
-    assert gathered(groups) == gathered(alone)
+    assert reassembled(groups) == reassembled(alone)
 
 
-def gathered(groups: list[Group]) -> Any:
-    gathering = Gathering()
+def reassembled(groups: list[PacketGroup]) -> Any:
+    reassembly = Reassembly()
     for group in groups:
-        gathering.add(group)
-    # What comes twice may be the last of its group: times are told of messages that came once.
-    times = {} if gathering.repeated else {n: m.stamps for n, m in gathering.open.items()}
-    assert all(m.queue >= 0.0 for m in gathering.open.values())
-    return {n: m.pieces for n, m in gathering.open.items()}, times, gathering.received, gathering.repeated
+        reassembly.add(group)
+    # A duplicate may be the last of its group, so times are compared only if there was none.
+    times = {} if reassembly.repeated else {n: m.stamps for n, m in reassembly.open.items()}
+    assert all(m.queue >= 0.0 for m in reassembly.open.values())
+    return {n: m.pieces for n, m in reassembly.open.items()}, times, reassembly.received, reassembly.repeated
 
 
 @given(st.integers(0, 200), st.integers(0, 255), st.integers(0, 7))
-def test_what_makes_no_sense_in_a_batch_is_counted(cut: int, at: int, bit: int) -> None:
+def test_malformed_packets_in_a_batch_are_counted(cut: int, at: int, bit: int) -> None:
     plains = _native.pack_data(9, 0, 3, b"head", [b"x" * 40] * 3, 1.0, 0)
     changed = bytearray(plains[1])
     changed[at % len(changed)] ^= 1 << bit
@@ -96,70 +96,71 @@ def test_what_makes_no_sense_in_a_batch_is_counted(cut: int, at: int, bit: int) 
     assert sum(len(group[3]) for group in groups if group[0] == 9) >= 2
 
 
-def test_the_least_time_of_flight_of_a_group_is_told() -> None:
+def test_a_group_has_its_least_one_way_delay() -> None:
     plains = [_native.pack_data(1, i, 3, b"", [b"x"], sent, 0)[0] for i, sent in enumerate((4.0, 4.75, 4.5))]
     ((*_, flight, first, last),), _ = _native.read_data(plains, [5.0, 5.125, 5.25], 1.0)
     assert (flight, first, last) == (0.375, 5.0, 5.25)
 
 
-def test_pieces_of_several_paths_with_words_between_them() -> None:
-    """Each goes to its own path, and a word is heard after the pieces that came before it."""
+def test_pieces_of_several_sessions_with_end_markers_between_them() -> None:
+    """Pieces go to their own sessions, and an end marker is read after the pieces that came before it."""
     sides = {}
     for session in (7, 8):
         keys = new_keys()
-        sides[session] = [Path(session, keys, server=server, mtu=1400) for server in (False, True)]
-    intake = Intake({session: server for session, (_, server) in sides.items()}, Counter(), finds=True)
-    rows: list[tuple[Split, bytes, float]] = []
+        sides[session] = [UdpSession(session, keys, server=server, mtu=1400) for server in (False, True)]
+    receiver = PacketReceiver({session: server for session, (_, server) in sides.items()}, Counter(), server=True)
+    rows: list[tuple[SplitPacket, bytes, float]] = []
     for i in range(3):
         for session, (worker, _) in sides.items():
-            pieces = worker.sealer.seal_all(_native.pack_data(1, i, 3, b"h", [bytes([session, i])], 1.0, 0))
-            rows += [(found, bytes([session]), 2.0 + i) for each in pieces if (found := split(each)) is not None]
-    word = Envelope(Kind.WORD, 8, 1, [pack_end(1, 3, 6, b"h")]).as_record()
-    late = split(sides[8][0].sealer.seal(pack_control(1, [word])))
+            pieces = worker.encryptor.encrypt_all(_native.pack_data(1, i, 3, b"h", [bytes([session, i])], 1.0, 0))
+            rows += [(found, bytes([session]), 2.0 + i) for each in pieces if (found := split_packet(each)) is not None]
+    end = Envelope(EnvelopeKind.END, 8, 1, [pack_end(1, 3, 6, b"h")]).as_record()
+    late = split_packet(sides[8][0].encryptor.encrypt(pack_control(1, [end])))
     assert late is not None
-    assert intake.take([*rows[:5], (late, bytes([8]), 5.0), *rows[5:]])
+    assert receiver.receive([*rows[:5], (late, bytes([8]), 5.0), *rows[5:]])
     for session, (_, server) in sides.items():
-        assert server.gathering.open[1].pieces == {i: bytes([session, i]) for i in range(3)}
-        assert server.gathering.open[1].whole and server.origin == bytes([session])
-    message = sides[8][1].gathering.open[1]
-    assert message.ended is not None and message.ended <= message.last  # its last piece came after the word
-    assert sides[7][1].gathering.open[1].ended is None
+        assert server.reassembly.open[1].pieces == {i: bytes([session, i]) for i in range(3)}
+        assert server.reassembly.open[1].complete and server.origin == bytes([session])
+    message = sides[8][1].reassembly.open[1]
+    assert message.ended is not None and message.ended <= message.last  # its last piece came after the end marker
+    assert sides[7][1].reassembly.open[1].ended is None
 
 
 @pytest.mark.parametrize("count", [0, 31, 32, 33, 64, 100])
-def test_as_many_are_read_as_there_are(count: int) -> None:
-    worker, _ = paths()
+def test_all_packets_in_the_socket_are_read(count: int) -> None:
+    worker, _ = sessions()
     with open_socket(socket.AF_INET) as sink, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sink.bind(("127.0.0.1", 0))
         sock.connect(sink.getsockname())
-        sealed = worker.sealer.seal_all([bytes([i]) * (i + 1) for i in range(count)])
-        for datagram in sealed:
-            sock.send(datagram)
+        packets = worker.encryptor.encrypt_all([bytes([i]) * (i + 1) for i in range(count)])
+        for packet in packets:
+            sock.send(packet)
         found, truncated, foreign = _native.receive_datagrams(sink.fileno(), 128, 9216, PREFIX, OVERHEAD)
-        assert [parts for parts, _, _ in found] == [split(each) for each in sealed]
+        assert [parts for parts, _, _ in found] == [split_packet(each) for each in packets]
         assert truncated == foreign == 0
 
 
-def test_a_piece_that_does_not_fit_is_refused() -> None:
+def test_a_piece_that_does_not_fit_into_a_packet_is_refused() -> None:
     for head, pieces, first, count in (
         (bytes(256), [b"x"], 0, 1),
         (b"", [bytes(1 << 16)], 0, 1),
         (b"", [b"x"], 0, 1 << 16),
         (b"", [b"x", b"y"], 4, 5),
     ):
-        with pytest.raises(ValueError, match="datagram"):
+        with pytest.raises(ValueError, match=r"datagram|packet"):
             _native.pack_data(1, first, count, head, pieces, 0.0, 0)
 
 
-def test_pieces_of_about_one_length_become_datagrams_of_one_length() -> None:
+def test_pieces_of_similar_length_become_packets_of_equal_length() -> None:
     lengths = [
-        len(plain) for plain in Sending(3, b"", [b"a" * 1300, b"b" * 1299, b"c" * 1270, b"d" * 900], 0).packed(4)
+        len(plain)
+        for plain in OutgoingMessage(3, b"", [b"a" * 1300, b"b" * 1299, b"c" * 1270, b"d" * 900], 0).packet_contents(4)
     ]
     assert lengths[0] == lengths[1] == lengths[2] == lengths[3] + 400
 
 
 class Counts(socket.socket):
-    """Says how often it was asked to part a buffer."""
+    """Counts how often it was asked to split a buffer into packets."""
 
     asked = 0
 
@@ -169,43 +170,43 @@ class Counts(socket.socket):
 
 
 class Refuses(Counts):
-    """A kernel, or a device, that cannot part buffers."""
+    """A kernel, or a device, that cannot split buffers."""
 
     def sendmsg(self, *arguments: Any) -> int:
         self.asked += 1
-        raise OSError(errno.EIO, "no checksums here")
+        raise OSError(errno.EIO, "no checksum offload")
 
 
 class Hesitates(Counts):
-    """An answer to an earlier datagram says that a port was closed; then all is well."""
+    """Reports once that an earlier packet reached a closed port; then works."""
 
     def sendmsg(self, *arguments: Any) -> int:
         self.asked += 1
         if self.asked == 1:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody is there")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
         return socket.socket.sendmsg(self, *arguments)
 
 
 @pytest.mark.parametrize(("kind", "asked"), [(Counts, 2), (Refuses, 1), (Hesitates, 2)])
-def test_datagrams_arrive_one_by_one(kind: type[Counts], asked: int) -> None:
+def test_packets_arrive_separately_whatever_the_kernel_supports(kind: type[Counts], asked: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sink:
         sink.bind(("127.0.0.1", 0))
         sink.settimeout(10)
         sock = kind(socket.AF_INET, socket.SOCK_DGRAM)
         sock.connect(sink.getsockname())
-        engine, (worker, _) = Engine(sock, lambda: None, probes=True), paths()
+        thread, (worker, _) = SocketThread(sock, lambda: None, server=False), sessions()
         try:
             for _ in range(2):
-                engine.transmit(worker, FIVE)
+                thread.send_packets(worker, FIVE)
                 assert [sink.recv(9999) for _ in FIVE] == FIVE
             assert sock.asked == asked
         finally:
-            engine.close()
+            thread.close()
 
 
-def read_batches(sink: socket.socket, count: int) -> tuple[list[tuple[Split, bytes, float]], int, int]:
-    """So many datagrams, three by one call."""
-    found: list[tuple[Split, bytes, float]] = []
+def read_batches(sink: socket.socket, count: int) -> tuple[list[tuple[SplitPacket, bytes, float]], int, int]:
+    """Read so many packets, three by one call."""
+    found: list[tuple[SplitPacket, bytes, float]] = []
     truncated, foreign, until = 0, 0, time.monotonic() + 10
     while len(found) + truncated + foreign < count and time.monotonic() < until:
         more, short, strange = _native.receive_datagrams(sink.fileno(), 3, 2000, PREFIX, OVERHEAD)
@@ -213,25 +214,25 @@ def read_batches(sink: socket.socket, count: int) -> tuple[list[tuple[Split, byt
     return found, truncated, foreign
 
 
-def test_a_batch_is_read_with_who_sent_it_and_when() -> None:
-    worker, _ = paths()
+def test_a_batch_has_senders_and_times_of_arrival() -> None:
+    worker, _ = sessions()
     with open_socket(socket.AF_INET) as sink, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sink.bind(("127.0.0.1", 0))
         sock.connect(sink.getsockname())
-        sink.setsockopt(socket.SOL_SOCKET, _STAMP, 1)
-        for _ in range(50):  # the kernel begins to note arrivals a little after it was asked to
-            sealed = worker.sealer.seal_all([b"one", b"two"])
-            for datagram in (*sealed, b"short", b"x" * 100):
-                sock.send(datagram)
+        sink.setsockopt(socket.SOL_SOCKET, _TIMESTAMP, 1)
+        for _ in range(50):  # the kernel begins to note arrivals a little after it was asked to do so
+            packets = worker.encryptor.encrypt_all([b"one", b"two"])
+            for packet in (*packets, b"short", b"x" * 100):
+                sock.send(packet)
             sent = time.time()
             time.sleep(0.2)
             found, truncated, foreign = read_batches(sink, 4)
-            assert [parts for parts, _, _ in found] == [split(each) for each in sealed]
+            assert [parts for parts, _, _ in found] == [split_packet(each) for each in packets]
             assert (truncated, foreign) == (1, 1)
             assert all(_native.address_of(origin) == sock.getsockname() for _, origin, _ in found)
             if all(sent - 10 < stamp < sent + 0.1 for _, _, stamp in found):
                 return
-        raise AssertionError("times are told of the reading, not of the arrival")
+        raise AssertionError("the times are those of reading, not of arrival")
 
 
 def test_addresses_of_both_families() -> None:
@@ -243,7 +244,7 @@ def test_addresses_of_both_families() -> None:
         try:
             sink.bind(("::1", 0))
         except OSError:
-            pytest.skip("no IPv6 here")
+            pytest.skip("this machine has no IPv6")
         s.sendto(PREFIX + bytes(OVERHEAD), sink.getsockname())
         sink.settimeout(10)
         sink.recv(1, socket.MSG_PEEK)
@@ -251,69 +252,72 @@ def test_addresses_of_both_families() -> None:
         assert _native.address_of(origin) == ("::1", s.getsockname()[1], 0, 0)
 
 
-def said(messages: list[list[Any]]) -> list[Kind]:
+def kinds(messages: list[list[Any]]) -> list[EnvelopeKind]:
     batches = [read_envelope(parts) for parts in messages]
     return [each.kind for batch in batches if batch is not None for each in read_records(1, batch.parts[0])]
 
 
-def test_a_lone_word_waits_and_is_forgotten_when_its_message_has_arrived() -> None:
-    out, now = Outgoing(1, 1000), time.monotonic() + 1
-    number = out.hold()
-    out.release(number, b"w" * 20)
+def test_an_end_marker_alone_waits_and_is_dropped_when_its_message_was_acknowledged() -> None:
+    out, now = EnvelopeQueue(1, 1000), time.monotonic() + 1
+    number = out.reserve()
+    out.release(number, b"e" * 20)
     assert out.drain(1, now, now - 10) == [] and out.waiting
-    out.acknowledge(number + 1)
+    out.on_ack(number + 1)
     assert out.drain(1, now, now) == []
-    out.release(out.hold(), b"w" * 20)
-    assert said(out.drain(1, now, now)) == [Kind.WORD]  # for long enough
-    out.release(out.hold(), b"w" * 20)
-    out.put(Kind.PLAIN, [b"pull"])
-    assert said(out.drain(1, now, now - 10)) == [Kind.WORD, Kind.PLAIN]  # what is behind it must not overtake it
+    out.release(out.reserve(), b"e" * 20)
+    assert kinds(out.drain(1, now, now)) == [EnvelopeKind.END]  # it has waited long enough
+    out.release(out.reserve(), b"e" * 20)
+    out.put(EnvelopeKind.PLAIN, [b"pull"])
+    assert kinds(out.drain(1, now, now - 10)) == [
+        EnvelopeKind.END,
+        EnvelopeKind.PLAIN,
+    ]  # in order
 
 
-def test_a_word_that_waits_goes_by_both_ways_when_packets_begin_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path, "_WORDS", 60.0)  # the machine may be busy
-    worker, _ = paths()
+def test_a_waiting_end_marker_is_sent_over_both_channels_once_packets_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(udp_session, "_END_DELAY", 60.0)  # the machine may be busy
+    worker, _ = sessions()
     now = time.monotonic()
     worker.submit(b"head", [b"piece"] * 3)
-    worker.pump(lambda datagrams: None)
-    assert worker.express(now) == ([], 3600.0) and worker.drain() == []  # the path is clean
-    assert not worker.has_words(now) and now + 50 < worker.deadline(now) < now + 100 and worker.has_words(now + 100)
-    worker._level = 2
-    datagrams, pause = worker.express(time.monotonic())
-    assert len(datagrams) == 2 and 0 < pause < 1.0
-    worker.dispatch.rests_until = time.monotonic() + 60  # nothing comes through any more
+    worker.send_due(lambda packets: None)
+    assert worker.control_packets(now) == ([], 3600.0) and worker.drain() == []  # without loss
+    assert not worker.has_control(now) and now + 50 < worker.deadline(now) < now + 100 and worker.has_control(now + 100)
+    worker._loss_level = 2
+    packets, pause = worker.control_packets(time.monotonic())
+    assert len(packets) == 2 and 0 < pause < 1.0
+    worker.sender.blocked_until = time.monotonic() + 60  # no packet arrives any more
     assert worker.deadline(time.monotonic()) <= time.monotonic()
-    assert said(worker.drain()) == [Kind.WORD]
-    worker.express(time.monotonic())
-    assert not worker.has_words(time.monotonic() + 3600)
+    assert kinds(worker.drain()) == [EnvelopeKind.END]
+    worker.control_packets(time.monotonic())
+    assert not worker.has_control(time.monotonic() + 3600)
 
 
-def test_only_words_that_are_said_teach_the_deadline() -> None:
-    _, server = paths()
-    begun = server.gathering.lateness.wait
+def test_only_end_markers_that_are_sent_change_the_loss_timer() -> None:
+    _, server = sessions()
+    begun = server.reassembly.loss_timer.timeout
     for number in range(1, 50):
-        assert server.take_pieces((number, 1, b"head", {0: b"piece"}, 0, 1.0, 10.0, 10.0))
-        server.ready(time.monotonic())
-    assert server.gathering.lateness.wait == begun
+        assert server.receive_pieces((number, 1, b"head", {0: b"piece"}, 0, 1.0, 10.0, 10.0))
+        server.deliver(time.monotonic())
+    assert server.reassembly.loss_timer.timeout == begun
     for number in range(1, 50):
-        server.gathering.end(number, 1, 5, b"head", time.monotonic())
-    assert server.gathering.lateness.wait < 0.5 * begun
+        server.reassembly.end(number, 1, 5, b"head", time.monotonic())
+    assert server.reassembly.loss_timer.timeout < 0.5 * begun
 
 
-def one(index: int, stamp: float) -> Group:
+def one(index: int, stamp: float) -> PacketGroup:
     return 1, 4, b"head", {index: b"piece"}, 0, stamp - 9.0, stamp, stamp
 
 
-def test_a_reader_sleeps_while_the_rest_of_a_message_comes() -> None:
-    _, server = paths()
+def test_a_reader_sleeps_while_the_rest_of_a_message_arrives() -> None:
+    _, server = sessions()
     now = time.monotonic()
-    assert server.arriving(now) == 0.0
+    assert server.time_to_complete(now) == 0.0
     for index, stamp in ((0, 10.0), (1, 10.0004)):
-        server.take_pieces(one(index, stamp))
-    now = server.gathering.open[1].last
-    assert server.arriving(now) == pytest.approx(0.0008)
-    assert server.arriving(now + 1.0) == 0.0  # nothing has come for long
-    server.take_pieces(one(2, 12.0))
-    assert server.arriving(server.gathering.open[1].last) == 0.002
-    assert server.take_pieces(one(3, 12.0))
-    assert server.arriving(server.gathering.open[1].last) == 0.0
+        server.receive_pieces(one(index, stamp))
+    now = server.reassembly.open[1].last
+    assert server.time_to_complete(now) == pytest.approx(0.0008)
+    assert server.time_to_complete(now + 1.0) == 0.0  # nothing has come for a long time
+    server.receive_pieces(one(2, 12.0))
+    assert server.time_to_complete(server.reassembly.open[1].last) == 0.002
+    assert server.receive_pieces(one(3, 12.0))
+    assert server.time_to_complete(server.reassembly.open[1].last) == 0.0

@@ -1,4 +1,4 @@
-"""Keys: who is let in, who is refused and learns why, and what the files look like."""
+"""Keys: which workers are accepted, what refused workers are told, and the files of keys."""
 
 import logging
 import stat
@@ -12,13 +12,13 @@ from tests.transport.scenarios import PATIENCE, arriving, replies
 from thinwire.errors import TransportError
 from thinwire.tools.cli import run
 from thinwire.transport import Connection, connect, listen
-from thinwire.transport.keys import allowed, new, server_keys, worker_keys
+from thinwire.transport.keys import allowed_keys, create_keys, server_keys, worker_keys
 from thinwire.transport.tcp import TcpListener
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    new(tmp_path / "keys", ["left", "right"])
+    create_keys(tmp_path / "keys", ["left", "right"])
     return tmp_path / "keys"
 
 
@@ -31,7 +31,7 @@ def listener(folder: Path) -> Iterator[TcpListener]:
 
 
 def error_of(listener: TcpListener, connection: Connection) -> str:
-    """What a worker is told that the server never takes; nothing that it sends gets through."""
+    """Return the error of a worker that the server refuses; check that none of its messages arrives."""
     connection.send([b"let me in"])
     deadline = time.monotonic() + PATIENCE
     try:
@@ -39,7 +39,7 @@ def error_of(listener: TcpListener, connection: Connection) -> str:
             while time.monotonic() < deadline:
                 assert connection.poll(0.02) == []
                 assert listener.poll(0.02) == []
-        with pytest.raises(TransportError):  # and it stays so
+        with pytest.raises(TransportError):  # and again
             connection.poll(0.0)
     finally:
         connection.close()
@@ -49,7 +49,7 @@ def error_of(listener: TcpListener, connection: Connection) -> str:
     return str(caught.value)
 
 
-def test_workers_with_keys_are_let_in(listener: TcpListener, folder: Path) -> None:
+def test_workers_with_keys_are_accepted(listener: TcpListener, folder: Path) -> None:
     for name in ("left", "right"):
         connection = connect(listener.address, keys=folder / f"{name}.secret")
         connection.send([b"hello", b"", bytes(1_000_000)])
@@ -64,60 +64,60 @@ def test_workers_with_keys_are_let_in(listener: TcpListener, folder: Path) -> No
 def test_unknown_keys_are_refused_and_logged(
     listener: TcpListener, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (folder / "workers" / "left.public").unlink()  # taken away while the server runs
+    (folder / "workers" / "left.public").unlink()  # removed while the server runs
     with caplog.at_level(logging.WARNING, "thinwire.transport"):
         message = error_of(listener, connect(listener.address, keys=folder / "left.secret"))
     assert "does not know this worker's key" in message and listener.address in message
     keys = worker_keys(folder / "left.secret")
     assert keys.public.decode() in caplog.text
     assert keys.secret.decode() not in caplog.text + message + repr(keys)
-    new(folder, ["late"])  # and one is added
+    create_keys(folder, ["late"])  # and one added
     connection = connect(listener.address, keys=folder / "late.secret")
     connection.send([b"hello"])
     assert next(arriving(listener))[1] == [b"hello"]
     connection.close()
 
 
-def test_a_wrong_server_is_noticed(listener: TcpListener, tmp_path: Path) -> None:
-    (other,) = new(tmp_path / "other", ["left"])
+def test_a_worker_refuses_a_server_with_another_key(listener: TcpListener, tmp_path: Path) -> None:
+    (other,) = create_keys(tmp_path / "other", ["left"])
     assert "its key is not the one" in error_of(listener, connect(listener.address, keys=other))
 
 
-def test_a_worker_without_keys_is_told(listener: TcpListener) -> None:
+def test_a_worker_without_keys_gets_an_error(listener: TcpListener) -> None:
     assert "with keys, and this worker has none" in error_of(listener, connect(listener.address))
 
 
-def test_a_server_without_keys_is_noticed(folder: Path) -> None:
+def test_a_worker_with_keys_refuses_a_server_without_keys(folder: Path) -> None:
     listener = listen("tcp://127.0.0.1:0")
     assert isinstance(listener, TcpListener)
     try:
         message = error_of(listener, connect(listener.address, keys=folder / "left.secret"))
-        assert "runs without keys" in message  # for certain, or perhaps if it hung up before it said so
+        assert "runs without keys" in message  # or "or it runs without keys", if it closed the connection first
     finally:
         listener.close()
 
 
-def test_files(folder: Path) -> None:
+def test_files_of_keys(folder: Path) -> None:
     for file in folder.glob("*.secret"):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert sorted(allowed(folder).values()) == ["left", "right"]
+    assert sorted(allowed_keys(folder).values()) == ["left", "right"]
     left, right, server = worker_keys(folder / "left.secret"), worker_keys(folder / "right.secret"), server_keys(folder)
     assert left.server == right.server == server.public
     assert len({left.public, left.secret, right.public, right.secret, server.public, server.secret}) == 6
-    new(folder, ["third"])
-    assert server_keys(folder) == server  # made once
-    with pytest.raises(TransportError, match="is there already"):
-        new(folder, ["left"])
+    create_keys(folder, ["third"])
+    assert server_keys(folder) == server  # not replaced
+    with pytest.raises(TransportError, match="exists already"):
+        create_keys(folder, ["left"])
     with pytest.raises(ValueError, match="cannot name a worker"):
-        new(folder, ["../left"])
+        create_keys(folder, ["../left"])
     with pytest.raises(TransportError, match="name the file of this worker"):
         worker_keys(folder)
 
 
-def test_bad_files_are_named(folder: Path) -> None:
+def test_errors_name_the_bad_file(folder: Path) -> None:
     file = folder / "left.secret"
     file.chmod(0o640)
-    with pytest.raises(TransportError, match=r"left\.secret is a secret that others may read"):
+    with pytest.raises(TransportError, match=r"left\.secret is a secret file that other users may read"):
         connect("tcp://127.0.0.1:1", keys=file)
     file.chmod(0o600)
     secret = worker_keys(file).secret.decode()
@@ -132,12 +132,12 @@ def test_bad_files_are_named(folder: Path) -> None:
         listen("tcp://127.0.0.1:0", keys=folder)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_makes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["keys", "new", str(tmp_path / "keys"), "--name", "gpu-3"]
     assert run(command) == 0
-    said = capsys.readouterr()
-    assert "gpu-3.secret" in said.out and not said.err
-    assert worker_keys(tmp_path / "keys").secret.decode() not in said.out
+    output = capsys.readouterr()
+    assert "gpu-3.secret" in output.out and not output.err
+    assert worker_keys(tmp_path / "keys").secret.decode() not in output.out
     assert run(command) == 2
-    said = capsys.readouterr()
-    assert "is there already" in said.err and len(said.err.splitlines()) == 1
+    output = capsys.readouterr()
+    assert "exists already" in output.err and len(output.err.splitlines()) == 1

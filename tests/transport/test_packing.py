@@ -1,4 +1,4 @@
-"""Packed messages: what goes in comes out, and nothing else is believed."""
+"""Packed messages of the mpi transport: they are unpacked exactly, and malformed bytes are refused."""
 
 import pytest
 from hypothesis import given
@@ -12,14 +12,14 @@ messages = st.lists(st.binary(max_size=50), min_size=1, max_size=MOST_PARTS)
 
 
 @given(names, messages)
-def test_there_and_back(name: bytes, parts: list[bytes]) -> None:
+def test_unpack_inverts_pack(name: bytes, parts: list[bytes]) -> None:
     back_name, back = unpack(pack(name, parts))
     assert (back_name, [bytes(part) for part in back]) == (name, parts)
     assert unpack(goodbye(name)) == (name, [])
 
 
 @given(names, messages, st.data())
-def test_no_other_length_is_believed(name: bytes, parts: list[bytes], data: st.DataObject) -> None:
+def test_a_wrong_length_is_refused(name: bytes, parts: list[bytes], data: st.DataObject) -> None:
     whole = pack(name, parts)
     with pytest.raises(ValueError):
         unpack(whole[: data.draw(st.integers(0, len(whole) - 1))])
@@ -28,7 +28,7 @@ def test_no_other_length_is_believed(name: bytes, parts: list[bytes], data: st.D
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused_or_is_a_message(garbage: bytes) -> None:
+def test_random_bytes_are_refused_or_are_a_message(garbage: bytes) -> None:
     try:
         name, parts = unpack(garbage)
     except ValueError:

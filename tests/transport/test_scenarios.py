@@ -1,4 +1,4 @@
-"""The same scenarios over every transport: threads with sockets over TCP, processes of one job over MPI."""
+"""Run the same scenarios over every transport: with threads over TCP, with the processes of a job over MPI."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ from tests.transport.scenarios import SCENARIOS
 from thinwire.transport import connect, listen
 
 ROOT = Path(__file__).parent.parent.parent
-# The workers of mpi_scenarios.py, which is not imported here: that would start MPI.
+# Number of workers of each scenario in mpi_scenarios.py, which is not imported here because that would start MPI.
 MPI_ALONE = {"hostile": 1, "unread": 1, "ended": 2, "rules": 1}
-MPIRUN = Path(sys.executable).parent / "mpirun"  # the one that the mpich wheel brings
+MPIRUN = Path(sys.executable).parent / "mpirun"  # from the mpich wheel
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -1,4 +1,4 @@
-"""TCP alone: strangers, restarts, slow and dead peers."""
+"""The tcp transport alone: foreign programs, restarts, slow and dead peers."""
 
 import contextlib
 import os
@@ -15,8 +15,7 @@ import zmq
 
 from tests.transport.scenarios import PATIENCE, arriving, replies
 from thinwire.errors import TransportError
-from thinwire.transport import connect, listen
-from thinwire.transport import tcp as endpoint
+from thinwire.transport import connect, listen, tcp
 from thinwire.transport.tcp import TcpConnection, TcpListener
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -42,7 +41,7 @@ def connected(address: str) -> Iterator[TcpConnection]:
 
 @contextlib.contextmanager
 def dealer(address: str, name: bytes = b"\1" * 16) -> Iterator["zmq.Socket[bytes]"]:
-    """A worker that keeps no rules."""
+    """Open a ZeroMQ socket that can send anything a worker never would."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as made:
         made.setsockopt(zmq.ROUTING_ID, name)
         made.setsockopt(zmq.LINGER, 0)
@@ -50,13 +49,13 @@ def dealer(address: str, name: bytes = b"\1" * 16) -> Iterator["zmq.Socket[bytes
         yield made
 
 
-def stranger(address: str) -> socket.socket:
+def raw_connection(address: str) -> socket.socket:
     host, port = address.removeprefix("tcp://").split(":")
     return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
 
 def speaks(listener: TcpListener, connection: TcpConnection, text: bytes) -> None:
-    """The two still reach each other."""
+    """Check that a message passes in each direction."""
     connection.send([text])
     peer, parts = next(arriving(listener))
     assert parts == [text]
@@ -65,24 +64,24 @@ def speaks(listener: TcpListener, connection: TcpConnection, text: bytes) -> Non
 
 
 def command(name: bytes, **properties: bytes) -> bytes:
-    """A command of ZMTP 3, such as READY."""
+    """Return a command of ZMTP 3, such as READY."""
     body = bytes([len(name)]) + name
     for key, value in properties.items():
-        word = key.replace("_", "-").encode()
-        body += bytes([len(word)]) + word + struct.pack(">I", len(value)) + value
+        field = key.replace("_", "-").encode()
+        body += bytes([len(field)]) + field + struct.pack(">I", len(value)) + value
     return b"\x04" + bytes([len(body)]) + body
 
 
 def handshake(other: socket.socket) -> None:
-    """Become a worker by hand, and say so."""
+    """Do ZMTP's handshake by hand, and send one message."""
     other.sendall(GREETING + command(b"READY", Socket_Type=b"DEALER", Identity=b"\1" * 16))
-    heard = b""
-    while b"READY" not in heard:
-        heard += other.recv(4096)
+    received = b""
+    while b"READY" not in received:
+        received += other.recv(4096)
     other.sendall(b"\x00\x02ok")
 
 
-def test_strangers_disturb_nobody(listener: TcpListener) -> None:
+def test_garbage_on_the_port_disturbs_no_worker(listener: TcpListener) -> None:
     garbage = [
         b"GET / HTTP/1.1\r\nHost: thinwire\r\n\r\n" * 50,
         os.urandom(100_000),
@@ -94,20 +93,20 @@ def test_strangers_disturb_nobody(listener: TcpListener) -> None:
     ]
     with connected(listener.address) as connection:
         for number, text in enumerate(garbage):
-            with stranger(listener.address) as other:
+            with raw_connection(listener.address) as other:
                 with contextlib.suppress(ConnectionError):
                     other.sendall(text)
                 speaks(listener, connection, b"during %d" % number)
             speaks(listener, connection, b"after %d" % number)
 
 
-def test_a_part_that_is_too_large_is_refused_by_its_header(listener: TcpListener) -> None:
-    with connected(listener.address) as connection, stranger(listener.address) as other:
+def test_a_part_that_is_too_large_is_refused_before_it_arrives(listener: TcpListener) -> None:
+    with connected(listener.address) as connection, raw_connection(listener.address) as other:
         handshake(other)
         assert next(arriving(listener))[1] == [b"ok"]
         other.sendall(b"\x02" + struct.pack(">Q", 1 << 40) + bytes(1000))
         with contextlib.suppress(ConnectionResetError):
-            while other.recv(4096):  # it is hung up on, without a terabyte of patience
+            while other.recv(4096):  # the listener closes the connection
                 pass
         speaks(listener, connection, b"next")
 
@@ -127,12 +126,12 @@ def test_messages_beyond_the_limits_are_discarded_and_counted(listener: TcpListe
     assert listener.discarded == 3
 
 
-def test_a_worker_outlives_its_server(listener: TcpListener) -> None:
+def test_a_worker_reconnects_to_a_restarted_server(listener: TcpListener) -> None:
     with connected(listener.address) as connection:
         connection.send([b"one"])
         peer, _ = next(arriving(listener))
         listener.close()
-        connection.send([b"two"])  # nobody is there
+        connection.send([b"two"])  # the server is away
         again = listen(listener.address)
         try:
             same, parts = next(arriving(again))
@@ -143,7 +142,7 @@ def test_a_worker_outlives_its_server(listener: TcpListener) -> None:
             again.close()
 
 
-def test_a_worker_may_come_before_its_server() -> None:
+def test_a_worker_may_start_before_its_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     with connected(address) as connection:
@@ -179,10 +178,10 @@ def test_a_killed_worker_is_unreachable(listener: TcpListener) -> None:
         listener.poll(0.01)
 
 
-def test_a_peer_that_does_not_read_is_bounded(listener: TcpListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "LARGEST", 8 << 20)
+def test_the_queue_of_a_silent_peer_is_bounded(listener: TcpListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "LARGEST", 8 << 20)
     block = bytes(1 << 20)
-    with stranger(listener.address) as other, connected(listener.address) as connection:
+    with raw_connection(listener.address) as other, connected(listener.address) as connection:
         handshake(other)
         peer, _ = next(arriving(listener))
         sent = 0
@@ -194,7 +193,7 @@ def test_a_peer_that_does_not_read_is_bounded(listener: TcpListener, monkeypatch
     listener.forget(peer)
 
 
-def test_many_small_messages_are_bounded_too(listener: TcpListener) -> None:
+def test_a_queue_of_small_messages_is_bounded(listener: TcpListener) -> None:
     with connected(listener.address) as connection:
         connection.send([b"here"])
         peer, _ = next(arriving(listener))
@@ -203,16 +202,16 @@ def test_many_small_messages_are_bounded_too(listener: TcpListener) -> None:
             sent += 1
             assert sent < 10_000
         for number, parts in zip(range(sent), replies(connection), strict=False):
-            assert parts[0] == b"%d" % number  # and those that were taken all arrive
+            assert parts[0] == b"%d" % number  # and all accepted messages arrive
 
 
-def test_a_worker_whose_server_never_reads_is_told(listener: TcpListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "LARGEST", 8 << 20)
+def test_a_worker_gets_an_error_if_its_server_hangs(listener: TcpListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "LARGEST", 8 << 20)
     with connected(listener.address) as connection, pytest.raises(TransportError, match="does not read"):
         for _ in range(200):
             connection.send([bytes(1 << 20)])
 
 
-def test_a_port_in_use(listener: TcpListener) -> None:
+def test_a_port_in_use_is_an_error(listener: TcpListener) -> None:
     with pytest.raises(TransportError, match=r"cannot listen on tcp://127\.0\.0\.1:\d+: address already in use"):
         listen(listener.address)

@@ -1,4 +1,4 @@
-"""The udp transport: pieces that may be lost are reported, everything else arrives once and in order."""
+"""The udp transport: lost pieces are reported, and everything else arrives once and in order."""
 
 import os
 import random
@@ -15,24 +15,24 @@ from tests.transport.lossy_socket import lose
 from thinwire import _native
 from thinwire.errors import TransportError
 from thinwire.transport.addresses import connect, listen
-from thinwire.transport.udp import endpoints as udp_listener
+from thinwire.transport.udp import endpoints
 from thinwire.transport.udp.endpoints import UdpConnection, UdpListener
 from thinwire.transport.udp.packet import (
     KEY_BYTES,
     Envelope,
-    Kind,
-    Opener,
-    Report,
-    Sealer,
+    EnvelopeKind,
+    MessageAck,
+    PacketDecryptor,
+    PacketEncryptor,
     new_keys,
+    read_acks,
     read_control,
     read_envelope,
     read_records,
-    read_reports,
-    split,
+    split_packet,
 )
-from thinwire.transport.udp.recovery import Gathering, pack, unpack
-from thinwire.transport.udp.session import Incoming
+from thinwire.transport.udp.recovery import Reassembly, pack, unpack
+from thinwire.transport.udp.session import ReorderBuffer
 
 Sides = tuple[UdpListener, UdpConnection]
 
@@ -50,10 +50,10 @@ def sides() -> Iterator[Sides]:
 
 
 def until(both: Sides, done: Callable[[], bool], got: list[list[bytes]], answers: list[list[bytes]]) -> bytes:
-    """Let both sides work until something is true; returns the worker's name."""
+    """Poll both sides until a condition holds; return the worker's name."""
     peer, limit = b"", time.monotonic() + 60
     while not done():
-        assert time.monotonic() < limit, "it takes too long"
+        assert time.monotonic() < limit, "the condition did not hold in time"
         for sender, parts in both[0].poll(0.01):
             peer = sender
             got.append([bytes(part) for part in parts])
@@ -63,16 +63,16 @@ def until(both: Sides, done: Callable[[], bool], got: list[list[bytes]], answers
 
 
 def opened(both: Sides) -> bytes:
-    """Past the handshake: datagrams pass both ways; returns the worker's name."""
+    """Wait for the handshake, after which packets pass in both directions; return the worker's name."""
     got: list[list[bytes]] = []
     both[1].send([b"hello"])
     peer = until(both, lambda: len(got) == 1, got, [])
-    until(both, lambda: both[1]._path is not None and both[1]._path.address is not None, got, [])
+    until(both, lambda: both[1]._session is not None and both[1]._session.address is not None, got, [])
     return peer
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.2])
-def test_messages_keep_their_order_and_losses_are_told(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_keep_their_order_and_losses_are_reported(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     lose(monkeypatch, loss)
     with sides() as both:
         listener, connection = both
@@ -88,7 +88,7 @@ def test_messages_keep_their_order_and_losses_are_told(loss: float, monkeypatch:
             sent[b"bulk %d" % i] = pieces, ticket
             connection.send([b"plain %d" % i])
         until(both, lambda: len(got) == 120 and len(lost) == 60, got, [])
-        assert [parts[0] for parts in got] == [word % i for i in range(60) for word in (b"bulk %d", b"plain %d")]
+        assert [parts[0] for parts in got] == [text % i for i in range(60) for text in (b"bulk %d", b"plain %d")]
         missing = 0
         for head, body in (parts for parts in got if parts[0].startswith(b"bulk")):
             pieces, ticket = sent.pop(head)
@@ -100,7 +100,7 @@ def test_messages_keep_their_order_and_losses_are_told(loss: float, monkeypatch:
             missing += len(lost[ticket])
         assert not sent
         assert (missing > 20) == (loss > 0)
-        # And back.
+        # The other direction.
         answers: list[list[bytes]] = []
         assert listener.send_pieces(peer, b"head", [b"x" * 100]) is not None
         listener.send(peer, [b"end"])
@@ -108,14 +108,15 @@ def test_messages_keep_their_order_and_losses_are_told(loss: float, monkeypatch:
         assert [a[0] for a in answers] == [b"head", b"end"]
 
 
-def test_strangers_change_nothing() -> None:
-    """Noise, and copies of true datagrams, on the port: counted, nothing else."""
+def test_forged_and_replayed_packets_change_nothing() -> None:
+    """Noise, and copies of genuine packets, are counted and have no other effect."""
     with sides() as both:
         opened(both)
         listener, connection = both
-        assert connection._path is not None
+        assert connection._session is not None
         true = [
-            connection._path.sealer.seal(_native.pack_data(7, 0, 2, b"h", [b"p" * 50], 0.0, 0)[0]) for _ in range(4)
+            connection._session.encryptor.encrypt(_native.pack_data(7, 0, 2, b"h", [b"p" * 50], 0.0, 0)[0])
+            for _ in range(4)
         ]
         chance = random.Random(1)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
@@ -125,7 +126,7 @@ def test_strangers_change_nothing() -> None:
                 forged[chance.randrange(len(forged))] ^= 1 << chance.randrange(8)
                 stranger.sendto(bytes(forged), to)
                 stranger.sendto(chance.randbytes(chance.randrange(200)), to)
-                listener._engine.receive()
+                listener._thread.receive()
             for _ in range(2):
                 stranger.sendto(true[0], to)
         got: list[list[bytes]] = []
@@ -134,11 +135,11 @@ def test_strangers_change_nothing() -> None:
         counted = listener.rejected
         assert counted["forged"] > 1000 and counted["foreign"] > 1000
         assert counted["replayed"] >= 1 and counted["truncated"] > 10
-        path = next(iter(listener._paths.values()))
-        assert path.gathering.received == 1  # the one true copy
+        session = next(iter(listener._sessions.values()))
+        assert session.reassembly.received == 1  # the one genuine copy
 
 
-def test_a_worker_without_datagrams_still_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_arrives_over_tcp_if_no_packet_does(monkeypatch: pytest.MonkeyPatch) -> None:
     lose(monkeypatch, 1.0)
     with sides() as both:
         listener, connection = both
@@ -152,7 +153,7 @@ def test_a_worker_without_datagrams_still_gets_everything(monkeypatch: pytest.Mo
         assert {i: bytes(p) for i, p in unpack(got[1][1]).arrived.items()} == {0: b"a", 1: b"bc"}
 
 
-def test_a_restarted_server_gives_a_new_session() -> None:
+def test_a_worker_gets_a_new_session_from_a_restarted_server() -> None:
     with sides() as both:
         opened(both)
         address = both[0].address
@@ -172,28 +173,28 @@ def test_a_restarted_server_gives_a_new_session() -> None:
             again.close()
 
 
-def test_seals() -> None:
+def test_packets_are_encrypted_and_authenticated() -> None:
     keys = new_keys()
-    sealer, opener_ = Sealer(5, keys[:KEY_BYTES]), Opener(keys[:KEY_BYTES])
-    datagram = sealer.seal(b"one")
-    first, second, third = (split(each) for each in (datagram, *sealer.seal_all([b"two", b"three"])))
-    cut = split(datagram[:-1])
+    encryptor, decryptor = PacketEncryptor(5, keys[:KEY_BYTES]), PacketDecryptor(keys[:KEY_BYTES])
+    packet = encryptor.encrypt(b"one")
+    first, second, third = (split_packet(each) for each in (packet, *encryptor.encrypt_all([b"two", b"three"])))
+    cut = split_packet(packet[:-1])
     assert first is not None and second is not None and third is not None and cut is not None
-    assert first[:3] == (5, 1, bytes([1, *bytes(11)])) and first[3] + first[4] == datagram
-    assert split(b"short") is None and split(b"X" + datagram[1:]) is None
-    assert opener_.open(third) == b"three" and opener_.open(first) == b"one"  # swapped is fine
-    assert opener_.open(first) is None and opener_.open(third) is None
-    assert opener_.open(cut) is None and opener_.open(second) == b"two"
-    assert Opener(keys[KEY_BYTES:]).open(first) is None
-    assert b"one" not in datagram
+    assert first[:3] == (5, 1, bytes([1, *bytes(11)])) and first[3] + first[4] == packet
+    assert split_packet(b"short") is None and split_packet(b"X" + packet[1:]) is None
+    assert decryptor.decrypt(third) == b"three" and decryptor.decrypt(first) == b"one"  # reordering is allowed
+    assert decryptor.decrypt(first) is None and decryptor.decrypt(third) is None
+    assert decryptor.decrypt(cut) is None and decryptor.decrypt(second) == b"two"
+    assert PacketDecryptor(keys[KEY_BYTES:]).decrypt(first) is None
+    assert b"one" not in packet
 
 
 @given(st.binary(max_size=200))
-def test_broken_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
+def test_malformed_bytes_raise_an_expected_error(data: bytes) -> None:
     for read in (
         unpack,
         lambda d: _native.read_data([d], [0.0], 1.0),
-        read_reports,
+        read_acks,
         lambda d: read_control(1, d),
         lambda d: read_envelope([d]),
         lambda d: read_records(1, d),
@@ -203,53 +204,53 @@ def test_broken_bytes_are_an_error_and_nothing_else(data: bytes) -> None:
         except (TransportError, IndexError):
             pass
         except Exception as error:
-            assert type(error).__name__ == "error"  # struct.error, which the engine expects
+            assert type(error).__name__ == "error"  # struct.error, which the socket thread expects
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(41, 60))
-def test_reports_and_pieces_say_what_was_lost(lost: set[int], count: int) -> None:
-    report = Report(9, count, frozenset(lost), 0.001, 0.002, 0.5, 77)
-    assert read_reports(report.pack() * 2) == [report, report]
+def test_acks_and_pieces_tell_what_was_lost(lost: set[int], count: int) -> None:
+    ack = MessageAck(9, count, frozenset(lost), 0.001, 0.002, 0.5, 77)
+    assert read_acks(ack.pack() * 2) == [ack, ack]
     arrived = {i: bytes([i]) * i for i in range(count) if i not in lost}
     back = unpack(pack(count, 1000, arrived.items()))
     assert {i: bytes(p) for i, p in back.arrived.items()} == arrived and back.count == count
 
 
-def test_the_deadline_follows_what_was_measured() -> None:
-    gathering, waits = Gathering(), []
+def test_the_loss_timer_follows_measured_delays() -> None:
+    reassembly, waits = Reassembly(), []
     for late in (0.0, 0.2):
         for message in range(100):
             number = message + int(late * 1000)
             now = time.monotonic()
-            gathering.add((number, 2, b"", {0: b"x"}, 0, 0.0, 0.0, 0.0))
-            gathering.end(number, 2, 2, b"", now - late)
-            gathering.add((number, 2, b"", {1: b"x"}, 0, 0.0, 0.0, 0.0))
-            gathering.close(number)
-        waits.append(gathering.lateness.wait)
+            reassembly.add((number, 2, b"", {0: b"x"}, 0, 0.0, 0.0, 0.0))
+            reassembly.end(number, 2, 2, b"", now - late)
+            reassembly.add((number, 2, b"", {1: b"x"}, 0, 0.0, 0.0, 0.0))
+            reassembly.close(number)
+        waits.append(reassembly.loss_timer.timeout)
     assert waits[0] < 0.01 and 0.2 < waits[1] < 0.4
 
 
-def test_a_number_far_ahead_is_not_counted_up_to() -> None:
-    incoming = Incoming()
-    assert incoming.arrive(Envelope(Kind.PLAIN, 1, 1 << 62, [b"x"]), reliable=True)
+def test_the_reorder_buffer_jumps_to_a_number_far_ahead() -> None:
+    incoming = ReorderBuffer()
+    assert incoming.add(Envelope(EnvelopeKind.PLAIN, 1, 1 << 62, [b"x"]), reliable=True)
     found = incoming.current()
-    assert found is not None and found.number == incoming.due == 1 << 62
+    assert found is not None and found.number == incoming.expected == 1 << 62
 
 
-def test_who_is_forgotten_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(udp_listener, "_LINGERS", 0.0)
+def test_the_session_of_a_forgotten_peer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_LINGER_SECONDS", 0.0)
     with sides() as both:
         opened(both)
-        (peer,) = both[0]._paths
+        (peer,) = both[0]._sessions
         both[0].forget(peer)
         time.sleep(0.01)
         both[0]._flush()
-        assert not both[0]._paths and not both[0]._engine.paths
+        assert not both[0]._sessions and not both[0]._thread.sessions
         got: list[list[bytes]] = []
 
         def heard() -> bool:
             both[1].send([b"again"])
             return bool(got)
 
-        until(both, heard, got, [])  # who is there after all gets a new session
+        until(both, heard, got, [])  # a worker that is still there gets a new session
         assert got[0] == [b"again"]

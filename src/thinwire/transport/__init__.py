@@ -1,4 +1,4 @@
-"""Transports: they move messages between a server and its workers, and know nothing of what is in them."""
+"""Transports carry messages between a parameter server and its workers; they do not interpret the contents."""
 
 from thinwire.transport.addresses import connect, listen
 from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer

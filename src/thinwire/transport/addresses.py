@@ -1,31 +1,27 @@
-"""Addresses: which transport carries messages to "tcp://host:port", and how its two sides are opened.
+"""Addresses: open the transport that an address such as "tcp://host:port" names.
 
-The only place that knows all transports; their libraries are imported when they are asked for.
+This is the only module that knows all transports. A transport's library is imported when an address asks for it.
 """
 
-import contextlib
 import importlib
 import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from thinwire.errors import ThinwireError, TransportError
 from thinwire.transport.base import Connection, Listener
 from thinwire.transport.keys import worker_keys
 from thinwire.transport.limits import check_mtu
 
-if TYPE_CHECKING:
-    from thinwire.transport.tcp import TcpConnection, TcpListener
+KeyPath = str | os.PathLike[str] | None
 
-
-Keys = str | os.PathLike[str] | None
+# The module of each transport, below thinwire.transport.
+_MODULES = {"tcp": "tcp", "udp": "udp.endpoints", "mpi": "mpi"}
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of "tcp://host:port" or "udp://host:port"; a ValueError for anything else."""
+    """Return the host and the port of "tcp://host:port" or "udp://host:port"; raise ValueError for anything else."""
     match = re.fullmatch(r"(?:tcp|udp)://(\[[0-9A-Fa-f:.%\w]+\]|[\w.*-]+):(\d{1,5})", address)
     if match is None or int(match[2]) > 65535:
         raise ValueError(f"{address!r} is not an address; write tcp://host:port, with a port from 0 to 65535")
@@ -33,125 +29,103 @@ def split(address: str) -> tuple[str, int]:
 
 
 def resolve(host: str) -> str:
-    """The numeric address to listen on: ZeroMQ takes no names there."""
+    """Return the numeric address to listen on; ZeroMQ does not bind to host names."""
     if host == "*":
         return "0.0.0.0"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as ZeroMQ does for those who connect
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # a name means IPv4, as when ZeroMQ connects
     try:
         return str(socket.getaddrinfo(host.strip("[]"), None, family)[0][4][0])
     except OSError:
         raise TransportError(f"cannot listen on {host!r}: no such host or address") from None
 
 
-def demand_keys(address: str, host: str, *, keys: Keys, insecure: bool) -> None:
-    """Refuse to listen where others can reach it unless it has keys, or was told aloud to do without."""
+def demand_keys(address: str, host: str, *, keys: KeyPath, insecure: bool) -> None:
+    """Raise TransportError for a listener that other machines can reach but that has neither keys nor `insecure`."""
     if not (keys is not None or insecure or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
         raise TransportError(
             f"{address} can be reached from other machines: make keys with `thinwire keys new`, "
-            "or say --insecure if you trust the whole network"
+            "or pass --insecure if you trust the whole network"
         )
 
 
-@contextlib.contextmanager
-def _from_extra(extra: str) -> Iterator[None]:
-    """Around the import of a transport: says how to get its library where that is missing."""
-    try:
-        yield
-    except (ImportError, RuntimeError) as error:  # mpi4py raises the latter where it finds no MPI
-        raise ThinwireError(f"this transport needs more ({error}): pip install 'thinwire[{extra}]'") from None
-
-
-def _listen_tcp(address: str, keys: Keys, insecure: bool) -> "TcpListener":
-    name, port = split(address)
-    host = resolve(name)
-    demand_keys(address, host, keys=keys, insecure=insecure)
-    with _from_extra("server"):
-        from thinwire.transport import tcp
-    anywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
-    endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    return tcp.TcpListener(endpoint, keys=keys, shown_host=socket.gethostname() if anywhere else None)
-
-
-def _connect_tcp(address: str, keys: Keys) -> "TcpConnection":
-    host, port = split(address)
-    if not port or host == "*":
-        raise ValueError(f"{address!r} is not an address to connect to: it needs a host and a port")
-    with _from_extra("server"):
-        from thinwire.transport import tcp
-    return tcp.TcpConnection(f"tcp://{host}:{port}", keys=worker_keys(keys) if keys is not None else None)
-
-
-def _listen_udp(address: str, keys: Keys, insecure: bool, mtu: int | None = None) -> Listener:
-    with _from_extra("server"):
-        from thinwire.transport.udp.endpoints import UdpListener
-    if mtu is not None:
-        check_mtu(mtu)
-    host = resolve(split(address)[0])
-    return UdpListener(_listen_tcp(address, keys, insecure), host, mtu=mtu)
-
-
-def _connect_udp(address: str, keys: Keys) -> Connection:
-    with _from_extra("server"):
-        from thinwire.transport.udp.endpoints import UdpConnection
-    return UdpConnection(_connect_tcp(address, keys), split(address)[0])
-
-
-def _listen_mpi(address: str, keys: Keys, insecure: bool) -> Listener:
-    _only_mpi(address, keys)
-    with _from_extra("mpi"):
-        from thinwire.transport import mpi
-    return mpi.MpiListener()
-
-
-def _connect_mpi(address: str, keys: Keys) -> Connection:
-    _only_mpi(address, keys)
-    with _from_extra("mpi"):
-        from thinwire.transport import mpi
-    return mpi.MpiConnection()
-
-
-def _only_mpi(address: str, keys: Keys) -> None:
-    if address != "mpi://":
-        raise ValueError(f"{address!r} is not an address; write mpi:// alone, the job knows its ranks")
-    if keys is not None:
-        raise ValueError("mpi:// takes no keys: who is in the job is decided by mpirun")
-
-
-SCHEMES: dict[str, tuple[Callable[[str, Keys, bool], Listener], Callable[[str, Keys], Connection]]] = {
-    "tcp": (_listen_tcp, _connect_tcp),
-    "udp": (_listen_udp, _connect_udp),
-    "mpi": (_listen_mpi, _connect_mpi),
-}
-
-
 def require(scheme: str) -> None:
-    """Say what to install if a transport lacks its library: before hosts and processes are made that would fail."""
-    module = {"tcp": "tcp", "udp": "udp.endpoints", "mpi": "mpi"}[scheme]
-    with _from_extra("mpi" if scheme == "mpi" else "server"):
-        importlib.import_module(f"thinwire.transport.{module}")
+    """Import the module of a transport; raise ThinwireError that says what to install if its library is missing."""
+    extra = "mpi" if scheme == "mpi" else "server"
+    try:
+        importlib.import_module(f"thinwire.transport.{_MODULES[scheme]}")
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI library
+        raise ThinwireError(
+            f"the transport {scheme}:// needs more packages ({error}): pip install 'thinwire[{extra}]'"
+        ) from None
 
 
 def _scheme(address: str) -> str:
     scheme, found, _ = address.partition("://")
-    if not found or scheme not in SCHEMES:
-        known = ", ".join(f"{name}://" for name in SCHEMES)
+    if not found or scheme not in _MODULES:
+        known = ", ".join(f"{name}://" for name in _MODULES)
         raise ValueError(f"{address!r} is not the address of a server; addresses begin with {known}")
     return scheme
 
 
-def listen(address: str, *, keys: Keys = None, insecure: bool = False, mtu: int | None = None) -> Listener:
-    """Listen on an address; port 0 takes any free one, and `keys` is the folder that `thinwire keys new` made.
+def _check_mpi(address: str, keys: KeyPath) -> None:
+    if address != "mpi://":
+        raise ValueError(f"{address!r} is not an address; write mpi:// alone, because the MPI job knows its ranks")
+    if keys is not None:
+        raise ValueError("mpi:// takes no keys: mpirun decides who is in the job")
 
-    mtu: with udp, bytes of a datagram at the most; workers are told.
+
+def listen(address: str, *, keys: KeyPath = None, insecure: bool = False, mtu: int | None = None) -> Listener:
+    """Listen on an address; port 0 takes any free port.
+
+    keys: the folder that `thinwire keys new` made. Needed on addresses that other machines can reach.
+    insecure: listen on such an address without keys.
+    mtu: for udp, the largest size of a packet in bytes; the server tells its workers.
     """
     scheme = _scheme(address)
-    if scheme == "udp":
-        return _listen_udp(address, keys, insecure, mtu)
     if mtu is not None:
-        raise ValueError(f"{scheme}:// sends no datagrams: --mtu goes with udp")
-    return SCHEMES[scheme][0](address, keys, insecure)
+        if scheme != "udp":
+            raise ValueError(f"{scheme}:// does not send UDP packets: --mtu goes with udp")
+        check_mtu(mtu)
+    if scheme == "mpi":
+        _check_mpi(address, keys)
+        require("mpi")
+        from thinwire.transport.mpi import MpiListener
+
+        return MpiListener()
+    name, port = split(address)
+    host = resolve(name)
+    demand_keys(address, host, keys=keys, insecure=insecure)
+    require(scheme)
+    from thinwire.transport.tcp import TcpListener
+
+    anywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+    endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    listener = TcpListener(endpoint, keys=keys, shown_host=socket.gethostname() if anywhere else None)
+    if scheme == "tcp":
+        return listener
+    from thinwire.transport.udp.endpoints import UdpListener
+
+    return UdpListener(listener, host, mtu=mtu)
 
 
-def connect(address: str, *, keys: Keys = None) -> Connection:
-    """Connect to a listening server, which need not be there yet; `keys` is this worker's secret file."""
-    return SCHEMES[_scheme(address)][1](address, keys)
+def connect(address: str, *, keys: KeyPath = None) -> Connection:
+    """Connect to a server, which need not be running yet; `keys` is the secret file of this worker."""
+    scheme = _scheme(address)
+    if scheme == "mpi":
+        _check_mpi(address, keys)
+        require("mpi")
+        from thinwire.transport.mpi import MpiConnection
+
+        return MpiConnection()
+    host, port = split(address)
+    if not port or host == "*":
+        raise ValueError(f"{address!r} is not an address to connect to: it needs a host and a port")
+    require(scheme)
+    from thinwire.transport.tcp import TcpConnection
+
+    connection = TcpConnection(f"tcp://{host}:{port}", keys=worker_keys(keys) if keys is not None else None)
+    if scheme == "tcp":
+        return connection
+    from thinwire.transport.udp.endpoints import UdpConnection
+
+    return UdpConnection(connection, host)

@@ -1,6 +1,6 @@
-"""Transport: the small interface between a parameter server, its workers, and what carries their messages.
+"""The interface of a transport, which carries messages between a parameter server and its workers.
 
-A message is a few buffers that arrive together, whole, and in the order in which they were sent, or not at all.
+A message is a few buffers. They arrive together and complete, in the order in which messages were sent, or not at all.
 """
 
 from abc import ABC, abstractmethod
@@ -15,80 +15,80 @@ LARGEST = 1 << 28
 
 
 class Listener(ABC):
-    """The server's side: many peers. Used by one thread, except `wake`.
+    """The server's side, which has many peers. One thread uses it; only `wake` may be called from others.
 
     Where `piece_bytes` is not None, `send_pieces` sends a message whose body may arrive in part.
     """
 
     piece_bytes: int | None = None
-    # Told which pieces of a message were lost: the peer, the ticket, and the pieces.
+    # Called with the pieces of a message that were lost: the peer, the ticket, and the pieces.
     on_report: Callable[[Peer, int, frozenset[int]], None] = staticmethod(lambda peer, ticket, lost: None)
-    # Told that something of a peer's, perhaps a report, was lost for good, with a connection.
+    # Called when messages of a peer, perhaps with such reports, were lost together with a connection.
     on_gap: Callable[[Peer], None] = staticmethod(lambda peer: None)
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where workers reach it, with the port that was really taken."""
+        """The address to which workers connect, with the actual port."""
 
     @abstractmethod
     def poll(self, timeout: float) -> list[tuple[Peer, Parts]]:
-        """Messages that have arrived; waits up to `timeout` seconds for the first."""
+        """Return the messages that have arrived; wait up to `timeout` seconds for the first."""
 
     @abstractmethod
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
-        """Queue a message without waiting; False if the peer is not reachable now. Buffers must not change after."""
+        """Queue a message; return False if the peer cannot be reached now. The buffers must not change afterwards."""
 
     def send_pieces(self, peer: Peer, head: bytes, pieces: Sequence[Buffer]) -> int | None:
-        """Queue a message in pieces of at most `piece_bytes`, to arrive as head and `pieces.pack`.
+        """Queue a message in pieces of at most `piece_bytes`; it arrives as the head and the packed pieces.
 
-        Returns its ticket, for the report; None if all of it will arrive.
+        Return the ticket that `on_report` gets; None if all of it will arrive.
         """
         raise NotImplementedError
 
     def figures(self, peer: Peer) -> dict[str, float]:
-        """What the transport knows of the way to a peer, for people."""
+        """Return statistics of the connection to a peer, for people."""
         return {}
 
     @abstractmethod
     def forget(self, peer: Peer) -> None:
-        """Let go of what is kept for a peer that is gone or was refused; it may come back with a new message."""
+        """Free what is kept for a peer that is gone or was refused; it may come back with a new message."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Make a `poll` under way in another thread return at once."""
+        """Make the present `poll` of another thread, or the next one, return at once."""
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is queued, within a second, and let go of everything."""
+        """Send what is queued, within a second, and free all resources."""
 
 
 class Connection(ABC):
-    """A worker's side: one server. Used by one thread, except `wake`. Reconnects by itself. Pieces: as a listener's."""
+    """A worker's side, which has one server and reconnects by itself. Threads and pieces: as for a listener."""
 
     piece_bytes: int | None = None
     on_report: Callable[[int, frozenset[int]], None] = staticmethod(lambda ticket, lost: None)
 
     @abstractmethod
     def poll(self, timeout: float) -> list[Parts]:
-        """Messages that have arrived; waits up to `timeout` seconds for the first."""
+        """Return the messages that have arrived; wait up to `timeout` seconds for the first."""
 
     @abstractmethod
     def send(self, parts: Sequence[Buffer]) -> None:
-        """Queue a message without waiting. Buffers must not change after."""
+        """Queue a message without waiting. The buffers must not change afterwards."""
 
     def send_pieces(self, head: bytes, pieces: Sequence[Buffer]) -> int | None:
-        """As a listener's."""
+        """Queue a message in pieces, as `Listener.send_pieces` does."""
         raise NotImplementedError
 
     def figures(self) -> dict[str, float]:
-        """What the transport knows of the way to the server, for people."""
+        """Return statistics of the connection to the server, for people."""
         return {}
 
     @abstractmethod
     def wake(self) -> None:
-        """Make a `poll` under way in another thread return at once."""
+        """Make the present `poll` of another thread, or the next one, return at once."""
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is queued, within a second, and let go of everything."""
+        """Send what is queued, within a second, and free all resources."""

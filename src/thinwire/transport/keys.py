@@ -1,7 +1,7 @@
-"""Keys: who may talk to a server, as small text files that `thinwire keys new` makes.
+"""Keys: which workers may connect to a server, kept in small text files that `thinwire keys new` makes.
 
-A server's folder holds `server.secret` and one `workers/NAME.public` for each key that it lets in; a worker gets one
-file, `NAME.secret`, which also holds the server's public key. Files are lines of `word key`, the keys Z85.
+The server's folder holds `server.secret` and one `workers/NAME.public` for each worker that may connect. A worker gets
+one file, `NAME.secret`, which also holds the server's public key. Each line of a file is a field name and a Z85 key.
 """
 
 import os
@@ -18,7 +18,7 @@ _LINE = re.compile(r"(public|secret|server)\s+([0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$
 
 @dataclass(frozen=True)
 class Keys:
-    """One side's own pair of keys and, for a worker, the server's public key."""
+    """The key pair of one side and, for a worker, the server's public key."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -26,32 +26,33 @@ class Keys:
 
 
 def server_keys(folder: str | os.PathLike[str]) -> Keys:
-    """The server's own keys from its folder."""
-    path = Path(folder) / "server.secret"
-    words = _read(path, {"public", "secret"}, secret=True)
-    return Keys(words["public"], words["secret"])
+    """Read the server's key pair from its folder."""
+    fields = _read(Path(folder) / "server.secret", {"public", "secret"}, secret=True)
+    return Keys(fields["public"], fields["secret"])
 
 
 def worker_keys(path: str | os.PathLike[str]) -> Keys:
-    """A worker's keys from its file; of a folder, from the only worker's file in it."""
+    """Read a worker's keys from its secret file, or from a folder that holds one worker's secret file."""
     file = Path(path)
     if file.is_dir():
         found = sorted(each for each in file.glob("*.secret") if each.name != "server.secret")
         if len(found) != 1:
-            raise TransportError(f"{file} holds {len(found)} workers' secrets; name the file of this worker")
+            raise TransportError(
+                f"{file} holds the secret files of {len(found)} workers; name the file of this worker instead"
+            )
         file = found[0]
-    words = _read(file, {"public", "secret", "server"}, secret=True)
-    return Keys(words["public"], words["secret"], words["server"])
+    fields = _read(file, {"public", "secret", "server"}, secret=True)
+    return Keys(fields["public"], fields["secret"], fields["server"])
 
 
-def allowed(folder: str | os.PathLike[str]) -> dict[bytes, str]:
-    """Public keys that a server lets in, with the names of their workers."""
+def allowed_keys(folder: str | os.PathLike[str]) -> dict[bytes, str]:
+    """Return the public keys that a server accepts, with the names of their workers."""
     files = sorted((Path(folder) / "workers").glob("*.public"))
     return {_read(file, {"public"}, secret=False)["public"]: file.stem for file in files}
 
 
-def new(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
-    """Make the server's keys, unless it has some, and a new pair for each worker; returns the workers' files."""
+def create_keys(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
+    """Create keys for the server, unless it has some, and for each worker; return the workers' secret files."""
     try:
         import zmq
     except ImportError:
@@ -63,7 +64,7 @@ def new(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
             raise ValueError(f"{name!r} cannot name a worker; use letters, digits, '.', '_' and '-', and not 'server'")
         for path in (home / f"{name}.secret", home / "workers" / f"{name}.public"):
             if path.exists():
-                raise TransportError(f"{path} is there already; choose another name, or remove both files of {name!r}")
+                raise TransportError(f"{path} exists already; choose another name, or remove both files of {name!r}")
     try:
         (home / "workers").mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (home / "server.secret").exists():
@@ -80,15 +81,16 @@ def new(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
     return made
 
 
-def _write(path: Path, title: str, **words: bytes) -> None:
-    text = f"# thinwire: {title}\n" + "".join(f"{word} {key.decode()}\n" for word, key in words.items())
-    mode = 0o600 if "secret" in words else 0o644
+def _write(path: Path, title: str, **fields: bytes) -> None:
+    """Write a file of keys; only its owner may read it if it holds a secret."""
+    text = f"# thinwire: {title}\n" + "".join(f"{name} {key.decode()}\n" for name, key in fields.items())
+    mode = 0o600 if "secret" in fields else 0o644
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
 
 
 def _read(path: Path, wanted: set[str], *, secret: bool) -> dict[str, bytes]:
-    """The keys of a file, which must hold those that are wanted and nothing else; no error quotes what it holds."""
+    """Read a file that must hold exactly the wanted fields. Errors never quote the contents."""
     try:
         with path.open() as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -96,10 +98,10 @@ def _read(path: Path, wanted: set[str], *, secret: bool) -> dict[str, bytes]:
     except (OSError, UnicodeDecodeError):
         raise TransportError(f"cannot read keys from {path}; make them with `thinwire keys new`") from None
     if secret and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise TransportError(f"{path} is a secret that others may read; say chmod 600 {path}")
+        raise TransportError(f"{path} is a secret file that other users may read; run chmod 600 {path}")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("# ")]
     matches = [_LINE.fullmatch(line) for line in lines]
-    words = {match[1]: match[2].encode() for match in matches if match}
-    if len(words) != len(lines) or set(words) != wanted:
-        raise TransportError(f"{path} is not a file of keys with the words {', '.join(sorted(wanted))}")
-    return words
+    fields = {match[1]: match[2].encode() for match in matches if match}
+    if len(fields) != len(lines) or set(fields) != wanted:
+        raise TransportError(f"{path} is not a file of keys with the fields {', '.join(sorted(wanted))}")
+    return fields

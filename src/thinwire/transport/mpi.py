@@ -1,6 +1,6 @@
-"""Mpi: messages between the ranks of an MPI job; rank 0 is the server and all others are workers.
+"""The mpi transport: messages between the ranks of an MPI job. Rank 0 is the server, all others are workers.
 
-Only the thread that polls and sends enters MPI. A process has one listener or one connection at a time.
+Only the thread that polls and sends calls MPI. A process has one listener or one connection at a time.
 """
 
 import logging
@@ -9,9 +9,9 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from mpi4py import MPI
 
@@ -19,39 +19,50 @@ from thinwire.errors import TransportError
 from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer
 from thinwire.transport.limits import MOST_PARTS, views
 
+log = logging.getLogger("thinwire.transport")
+
+T = TypeVar("T")
+
+SERVER = 0  # the server's rank
 MESSAGE, GOODBYE = 1, 0
-NAME_BYTES = 8
+NAME_BYTES, RANK_BYTES = 8, 4
+ALL_CONNECTIONS = bytes(NAME_BYTES)  # the connection name in the server's goodbye
 _HEADER = struct.Struct(f"<BB{NAME_BYTES}s")
-# The largest run of bytes that can be a message.
+# The largest packed message in bytes.
 MOST_BYTES = _HEADER.size + 4 * MOST_PARTS + LARGEST
+TAG = 0  # one tag for all messages, so that MPI keeps their order
+SHORTEST, LONGEST = 50e-6, 2e-3  # seconds to sleep between two checks for messages
+AT_ONCE = 256  # the most messages that one check accepts
+TO_SEND = 1000  # the most messages in flight to one rank
+LINGER = 1.0  # seconds that `close` gives messages in flight to arrive
 
 
 def pack(name: bytes, parts: Sequence[Buffer]) -> bytes:
-    """A message of some parts, on a connection of that name."""
+    """Pack a message that belongs to the connection of this name."""
     found = views(parts)
     lengths = struct.pack(f"<{len(found)}I", *map(len, found))
     return b"".join((_HEADER.pack(MESSAGE, len(found), name), lengths, *found))
 
 
 def goodbye(name: bytes) -> bytes:
-    """The last message of a connection."""
+    """Pack the last message of a connection."""
     return _HEADER.pack(GOODBYE, 0, name)
 
 
 def unpack(data: Buffer) -> tuple[bytes, Parts]:
-    """The connection's name and the parts, none for a goodbye; a ValueError for what `pack` does not make."""
+    """Return the connection's name and the parts, none for a goodbye; raise ValueError for malformed bytes."""
     whole = memoryview(data)
     if len(whole) < _HEADER.size:
-        raise ValueError("shorter than its header")
+        raise ValueError("it is shorter than its header")
     kind, count, name = _HEADER.unpack_from(whole)
     if kind not in (MESSAGE, GOODBYE) or not (count == 0 if kind == GOODBYE else 1 <= count <= MOST_PARTS):
-        raise ValueError(f"kind {kind} with {count} parts")
+        raise ValueError(f"it has kind {kind} and {count} parts")
     begin = _HEADER.size + 4 * count
     if len(whole) < begin:
-        raise ValueError("shorter than its lengths")
+        raise ValueError("it is shorter than the list of its parts' lengths")
     lengths = struct.unpack_from(f"<{count}I", whole, _HEADER.size)
     if begin + sum(lengths) != len(whole) or sum(lengths) > LARGEST:
-        raise ValueError(f"{len(whole)} bytes for parts of {sum(lengths)}")
+        raise ValueError(f"it has {len(whole)} bytes for parts of {sum(lengths)}")
     parts = []
     for length in lengths:
         parts.append(whole[begin : begin + length])
@@ -59,19 +70,13 @@ def unpack(data: Buffer) -> tuple[bytes, Parts]:
     return name, parts
 
 
-TAG = 0  # of all messages, so that they keep their order
-SHORTEST, LONGEST = 50e-6, 2e-3  # seconds of sleep between two looks
-AT_ONCE = 256
-TO_SEND = 1000  # messages on their way to one rank
-
-
 _opening: tuple[MPI.Intracomm, MPI.Request] | None = None
 
 
 def communicator() -> MPI.Intracomm | None:
-    """A communicator of thinwire's own, made once; None until all ranks have asked for it.
+    """Return thinwire's own communicator, made once per process; None until all ranks have asked for it.
 
-    Nobody else's messages are on it, and unlike COMM_WORLD it may hold some at the end that nobody has read.
+    It carries no other messages than thinwire's. Unlike COMM_WORLD it may hold unread messages when the job ends.
     """
     global _opening
     if _opening is None:
@@ -87,34 +92,34 @@ class _Arriving:
     data: bytearray
 
 
-def _ended(request: MPI.Request) -> bool | None:
-    """Whether what was begun went well; None while it is under way. It fails if the other process is gone."""
+def _completed(request: MPI.Request) -> bool | None:
+    """Return whether a request succeeded, None while it is in progress. It fails if the other process is gone."""
     try:
         return True if request.Test() else None
     except MPI.Exception:
         return False
 
 
-class Mailbox:
-    """What one process sends and receives."""
+class MpiChannel:
+    """Sends and receives the packed messages of one process without blocking."""
 
     def __init__(self) -> None:
         self.discarded = 0  # messages that were too large, or whose sender died
         self._communicator = communicator()
-        self._early: list[tuple[int, bytes]] = []  # before there was a communicator
+        self._early: list[tuple[int, bytes]] = []  # messages sent before there was a communicator
         self._sending: defaultdict[int, deque[tuple[MPI.Request, int]]] = defaultdict(deque)
         self._arriving: list[_Arriving] = []
         self._woken = threading.Event()
         self._status = MPI.Status()
 
     def send(self, rank: int, data: bytes) -> bool:
-        """Begin to send; False if too much is on its way to that rank already."""
+        """Begin to send a message; return False if too much is in flight to that rank already."""
         comm = self._open()
         if comm is None:
             self._early.append((rank, data))
             return sum(len(each) for _, each in self._early) <= LARGEST
         queue = self._sending[rank]
-        while queue and _ended(queue[0][0]) is not None:
+        while queue and _completed(queue[0][0]) is not None:
             queue.popleft()
         if queue and (len(queue) >= TO_SEND or sum(size for _, size in queue) + len(data) > LARGEST):
             return False
@@ -125,7 +130,7 @@ class Mailbox:
         return True
 
     def _open(self) -> MPI.Intracomm | None:
-        """The communicator, once there is one; then what was sent before goes out."""
+        """Return the communicator once there is one, and send the messages that waited for it."""
         if self._communicator is None:
             self._communicator = communicator()
             if self._communicator is not None:
@@ -135,17 +140,17 @@ class Mailbox:
         return self._communicator
 
     def receive(self) -> list[tuple[int, bytearray]]:
-        """Messages that are here, whole: (rank, bytes), in the order in which each rank sent them."""
+        """Return the messages that have arrived, as (rank, bytes), in the order in which each rank sent them."""
         comm = self._open()
         if comm is not None:
             self._accept(comm)
         found, behind, rest = [], set(), []
         for each in self._arriving:
-            ended = _ended(each.request) if each.source not in behind else None
-            if ended is None:
+            completed = _completed(each.request) if each.source not in behind else None
+            if completed is None:
                 behind.add(each.source)  # a small message may be complete before a large one that was sent earlier
                 rest.append(each)
-            elif ended:
+            elif completed:
                 found.append((each.source, each.data))
             else:
                 self.discarded += 1
@@ -153,7 +158,7 @@ class Mailbox:
         return found
 
     def _accept(self, comm: MPI.Intracomm) -> None:
-        """Make room for messages that were announced, as long as no more than one large one's worth is under way."""
+        """Allocate buffers for announced messages, until the messages being received exceed LARGEST bytes."""
         room = LARGEST - sum(len(each.data) for each in self._arriving)
         for _ in range(AT_ONCE):
             message = comm.Improbe(MPI.ANY_SOURCE, TAG, self._status) if room >= 0 else None
@@ -168,7 +173,7 @@ class Mailbox:
             room -= size
 
     def _refuse(self, message: MPI.Message) -> None:
-        """Let go of a message without room for it: MPI calls it truncated, and it is gone."""
+        """Discard a message by receiving it into an empty buffer; MPI then reports that it was truncated."""
         self.discarded += 1
         try:
             message.Recv([bytearray(), MPI.BYTE])
@@ -177,128 +182,123 @@ class Mailbox:
                 raise
 
     def wait(self, seconds: float, sleep: float) -> bool:
-        """Sleep once; False if the time is over or somebody called `wake`."""
+        """Sleep once; return False after a `wake` or if the time is over."""
         if self._woken.wait(max(0.0, min(seconds, sleep))):
             self._woken.clear()
             return False
         return seconds > 0
 
     def wake(self) -> None:
-        """End a `wait` under way, or the next one. For any thread."""
+        """End the present `wait`, or the next one. Any thread may call it."""
         self._woken.set()
 
     def close(self, seconds: float) -> None:
-        """Give what is on its way some time to arrive, and take what others still send: they want to end as well."""
+        """Wait for messages in flight to arrive, and receive meanwhile, so that other ranks can close as well."""
         deadline = time.monotonic() + seconds
-        while self._under_way() and time.monotonic() < deadline:
+        while self._has_unsent() and time.monotonic() < deadline:
             self.receive()
             time.sleep(SHORTEST)
         for queue in self._sending.values():
             for request, _ in queue:
-                request.Free()  # its receiver is gone; MPI forgets it at the end
+                request.Free()  # the receiver is gone; MPI drops the message when the job ends
 
-    def _under_way(self) -> bool:
+    def _has_unsent(self) -> bool:
         for queue in self._sending.values():
-            while queue and _ended(queue[0][0]) is not None:
+            while queue and _completed(queue[0][0]) is not None:
                 queue.popleft()
         return bool(self._early) or any(self._sending.values())
 
 
-log = logging.getLogger("thinwire.transport")
-
-T = TypeVar("T")
-
-SERVER = 0
-LINGER = 1.0  # seconds
-RANK_BYTES = 4
-EVERYBODY = bytes(NAME_BYTES)  # the name on the server's goodbye
-_open = False
-
-
 def rank_of(peer: Peer) -> int:
-    """The rank that a peer's name begins with."""
+    """Return the rank with which a peer's name begins."""
     return int.from_bytes(peer[:RANK_BYTES], "big")
 
 
-def _mailbox(*, server: bool) -> Mailbox:
-    """This process's mailbox, if it may have one."""
-    global _open
+_in_use = False  # whether this process has an open listener or connection
+
+
+def _open_channel(*, server: bool) -> MpiChannel:
+    """Open this process's channel; raise TransportError if its rank cannot have this role or one is open already."""
+    global _in_use
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     if size == 1:
-        raise TransportError("mpi:// needs a server and workers: start it with mpirun -n and their number")
+        raise TransportError(
+            "mpi:// needs a server and at least one worker: start it with mpirun -n and the number of ranks"
+        )
     if server != (rank == SERVER):
         raise TransportError(
             f"rank {rank} cannot be a {'server' if server else 'worker'}: over MPI rank 0 is the server"
         )
-    if _open:
-        raise TransportError(f"rank {rank} is connected over MPI already, and can be so once at a time")
-    _open = True
-    return Mailbox()
+    if _in_use:
+        raise TransportError(f"rank {rank} is connected over MPI already, and can have one connection at a time")
+    _in_use = True
+    return MpiChannel()
 
 
-def _poll(mailbox: Mailbox, arrived: Callable[[], list[T]], timeout: float) -> list[T]:
-    """Look for messages, at first often and then every two milliseconds."""
-    deadline, sleep = time.monotonic() + timeout, SHORTEST
-    while True:
-        found = arrived()
-        if found or not mailbox.wait(deadline - time.monotonic(), sleep):
-            return found or arrived()
-        sleep = min(2 * sleep, LONGEST)
-
-
-class _Side:
-    """What both sides have: a mailbox, which they close once."""
+class _MpiSide(Generic[T]):
+    """What the two sides share: a channel, and how it is polled for messages of type T."""
 
     def __init__(self, *, server: bool) -> None:
-        self._mailbox = _mailbox(server=server)
+        self._channel = _open_channel(server=server)
         self._closed = False
         self._malformed = 0
 
     @property
     def discarded(self) -> int:
-        """Messages beyond the limits, or that nobody can read."""
-        return self._malformed + self._mailbox.discarded
+        """The number of messages that were malformed or beyond the limits."""
+        return self._malformed + self._channel.discarded
+
+    def poll(self, timeout: float) -> list[T]:
+        """Check for messages, often at first, then every two milliseconds."""
+        deadline, sleep = time.monotonic() + timeout, SHORTEST
+        while True:
+            found = self._receive()
+            if found or not self._channel.wait(deadline - time.monotonic(), sleep):
+                return found or self._receive()
+            sleep = min(2 * sleep, LONGEST)
+
+    def _receive(self) -> list[T]:
+        """Return the messages that have arrived."""
+        raise NotImplementedError
 
     def _messages(self) -> Iterator[tuple[Peer, Parts]]:
-        """What has arrived, by the sender's rank and the connection's name; a goodbye has no parts."""
-        for rank, data in self._mailbox.receive():
+        """Yield what has arrived, by the sender's rank and the connection's name; a goodbye has no parts."""
+        for rank, data in self._channel.receive():
             try:
                 name, parts = unpack(data)
             except ValueError as error:
                 self._malformed += 1
-                log.warning("discarded a message of rank %d: %s", rank, error)
+                log.warning("Discarded a malformed message of rank %d: %s", rank, error)
             else:
                 yield rank.to_bytes(RANK_BYTES, "big") + name, parts
 
     def wake(self) -> None:
-        self._mailbox.wake()
+        self._channel.wake()
 
     def _close(self, goodbyes: Iterable[int], name: bytes) -> None:
-        global _open
+        """Say goodbye to some ranks and close the channel, once."""
+        global _in_use
         if self._closed:
             return
         self._closed = True
         for rank in goodbyes:
-            self._mailbox.send(rank, goodbye(name))
-        self._mailbox.close(LINGER)
-        _open = False
+            self._channel.send(rank, goodbye(name))
+        self._channel.close(LINGER)
+        _in_use = False
 
 
-class MpiListener(_Side, Listener):
-    """The server's side over MPI: a peer is a rank and the name that its connection chose."""
+class MpiListener(_MpiSide[tuple[Peer, Parts]], Listener):
+    """The server's side over MPI. A peer is a rank and the name that its connection chose."""
 
     def __init__(self) -> None:
         super().__init__(server=True)
-        self._peers: dict[int, Peer] = {}  # by rank: the connection that it has now
+        self._peers: dict[int, Peer] = {}  # the present connection of each rank
 
     @property
     def address(self) -> str:
         return "mpi://"
 
-    def poll(self, timeout: float) -> list[tuple[Peer, Parts]]:
-        return _poll(self._mailbox, self._arrived, timeout)
-
-    def _arrived(self) -> list[tuple[Peer, Parts]]:
+    def _receive(self) -> list[tuple[Peer, Parts]]:
         found = []
         for peer, parts in self._messages():
             if parts:
@@ -310,43 +310,44 @@ class MpiListener(_Side, Listener):
 
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
         data = pack(peer[RANK_BYTES:], parts)
-        return self._peers.get(rank_of(peer)) == peer and self._mailbox.send(rank_of(peer), data)
+        return self._peers.get(rank_of(peer)) == peer and self._channel.send(rank_of(peer), data)
 
     def forget(self, peer: Peer) -> None:
-        """Nothing is kept but a name for each rank, which its goodbye removes; until then it can be reached."""
+        """Do nothing: only a name is kept for each rank, and its goodbye removes it. Until then it can be reached."""
 
     def close(self) -> None:
-        self._close(range(1, MPI.COMM_WORLD.Get_size()), EVERYBODY)  # also to those that never spoke
+        self._close(range(1, MPI.COMM_WORLD.Get_size()), ALL_CONNECTIONS)  # also to ranks that never sent anything
 
 
-class MpiConnection(_Side, Connection):
+class MpiConnection(_MpiSide[Parts], Connection):
     """A worker's side over MPI."""
 
     def __init__(self) -> None:
         super().__init__(server=False)
-        # Answers to an earlier connection of this process must not be taken for answers to this one.
+        # The random name keeps answers to an earlier connection of this process apart from answers to this one.
         self._name = os.urandom(NAME_BYTES)
-        self._ended = False  # the server, which over MPI cannot come back
+        self._ended = False  # whether the server said goodbye; over MPI it cannot come back
 
     def poll(self, timeout: float) -> list[Parts]:
-        found = _poll(self._mailbox, self._arrived, 0.0 if self._ended else timeout)
+        found = super().poll(0.0 if self._ended else timeout)
         if self._ended and not found:
             raise TransportError("the server, rank 0 of this MPI job, has ended")
         return found
 
-    def _arrived(self) -> list[Parts]:
+    def _receive(self) -> list[Parts]:
         found: list[Parts] = []
         for peer, parts in self._messages():
-            if rank_of(peer) == SERVER and peer[RANK_BYTES:] == (self._name if parts else EVERYBODY):
-                found += [parts] if parts else []
-                if not parts:
+            if rank_of(peer) == SERVER and peer[RANK_BYTES:] == (self._name if parts else ALL_CONNECTIONS):
+                if parts:
+                    found.append(parts)
+                else:
                     self._ended = True
-                    self._mailbox.wake()  # nothing more comes: no reason to wait for it
+                    self._channel.wake()  # nothing more comes, so do not wait for it
         return found
 
     def send(self, parts: Sequence[Buffer]) -> None:
         data = pack(self._name, parts)
-        if not self._ended and not self._mailbox.send(SERVER, data):
+        if not self._ended and not self._channel.send(SERVER, data):
             raise TransportError("too much is queued for the server, rank 0, which does not read it")
 
     def close(self) -> None:

@@ -171,15 +171,15 @@ def _flows(rate: str, senders: int, streams: int, seconds: float, control: str =
 def _fuzz(count: int) -> dict[str, Any]:
     """Forged datagrams against a session with a message half there: how many of them changed nothing."""
     from thinwire.transport.udp.packet import new_keys
-    from thinwire.transport.udp.session import Path as Session
-    from thinwire.transport.udp.socket import Engine, open_socket
+    from thinwire.transport.udp.session import UdpSession
+    from thinwire.transport.udp.socket import SocketThread, open_socket
 
     keys = new_keys()
-    theirs, ours = (Session(7, keys, server=server, mtu=1400) for server in (False, True))
-    engine = Engine(open_socket(socket.AF_INET), lambda: None, probes=False)
-    engine.paths[7] = ours
-    true = theirs.sealer.seal_all(_native.pack_data(1, 0, 8, b"head", [bytes(400)] * 8, 0.0, 0))
-    engine.take(true[0], b"theirs", 0.0)
+    theirs, ours = (UdpSession(7, keys, server=server, mtu=1400) for server in (False, True))
+    thread = SocketThread(open_socket(socket.AF_INET), lambda: None, server=True)
+    thread.sessions[7] = ours
+    true = theirs.encryptor.encrypt_all(_native.pack_data(1, 0, 8, b"head", [bytes(400)] * 8, 0.0, 0))
+    thread.inject(true[0], b"theirs", 0.0)
     chance, changed, began = random.Random(0), 0, time.perf_counter()
     for i in range(count):
         forged = bytearray(true[i % 8] if i % 3 else chance.randbytes(chance.randrange(1500)))
@@ -187,10 +187,10 @@ def _fuzz(count: int) -> dict[str, Any]:
             forged[chance.randrange(len(forged))] ^= 1 << chance.randrange(8)
         elif i % 3 == 2:
             forged = forged[: chance.randrange(len(forged))]
-        changed += engine.take(bytes(forged), b"others", 0.0)
-        changed += ours.gathering.received != 1 or len(ours.gathering.open[1].pieces) != 1 or ours.origin != b"theirs"
-    rejected = dict(engine.counts + ours.opener.rejected)
-    engine.close()
+        changed += thread.inject(bytes(forged), b"others", 0.0)
+        changed += ours.reassembly.received != 1 or len(ours.reassembly.open[1].pieces) != 1 or ours.origin != b"theirs"
+    rejected = dict(thread.rejected + ours.decryptor.rejected)
+    thread.close()
     seconds = time.perf_counter() - began
     return {"datagrams": count, "harmless": 1.0 - changed / count, "rejected": rejected, "seconds": seconds}
 
@@ -198,21 +198,23 @@ def _fuzz(count: int) -> dict[str, Any]:
 def _sender(seconds: float = 2.0) -> dict[str, float]:
     """What one core seals and hands to the kernel, over loopback, by the way that training uses."""
     from thinwire.transport.udp.packet import new_keys
-    from thinwire.transport.udp.recovery import Sending
-    from thinwire.transport.udp.session import Path as Session
-    from thinwire.transport.udp.socket import Engine, open_socket
+    from thinwire.transport.udp.recovery import OutgoingMessage
+    from thinwire.transport.udp.session import UdpSession
+    from thinwire.transport.udp.socket import SocketThread, open_socket
 
-    session, sock = Session(7, new_keys(), server=False, mtu=1400), open_socket(socket.AF_INET)
-    engine = Engine(sock, lambda: None, probes=True)
+    session, sock = UdpSession(7, new_keys(), server=False, mtu=1400), open_socket(socket.AF_INET)
+    thread = SocketThread(sock, lambda: None, server=False)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sink:
         sink.bind(("127.0.0.1", 0))
         sock.connect(sink.getsockname())
         sent, began = 0, time.thread_time()
         while time.thread_time() - began < seconds:
             # As many together as the pacer lets leave at once.
-            datagrams = session.sealer.seal_all(Sending(1, b"head", [bytes(1300)] * BURST, 0).packed(BURST))
-            engine.transmit(session, datagrams)
+            datagrams = session.encryptor.encrypt_all(
+                OutgoingMessage(1, b"head", [bytes(1300)] * BURST, 0).packet_contents(BURST)
+            )
+            thread.send_packets(session, datagrams)
             sent += sum(map(len, datagrams))
         spent = time.thread_time() - began
-    engine.close()
+    thread.close()
     return {"mbit": 8e-6 * sent / spent, "microseconds": 1e6 * spent * 1400 / sent}

@@ -1,1 +1,1 @@
-"""The udp transport: message bodies in datagrams, next to a TCP connection for everything that must arrive."""
+"""The udp transport: gradients travel in UDP packets, next to a TCP connection for everything that must arrive."""

@@ -1,22 +1,23 @@
-"""Shares: a receiver that many send to at once gives each of them a share of its link.
+"""Congestion control: how fast packets leave (`Pacer`), and how a receiver divides its link (`FairShares`).
 
-Senders cannot know of one another, and by the time that each has found out by losses the queue before the receiver
-is long full. The receiver sees what its link carries and who uses it, and says so with every report.
+The congestion window follows CUBIC (RFC 9438). Unlike TCP, a loss alone does not reduce it: links may lose packets for
+other reasons than congestion, so that a reduction also needs a queueing delay or another sign of a full queue.
+docs/udp.md describes the rules. Nothing here reads a clock: `now` is passed in.
 """
 
 from collections import deque
 from typing import NamedTuple
 
 
-class Largest:
-    """The largest of the last so many numbers, none of them negative; 0 if there is none yet."""
+class WindowedMaximum:
+    """The largest of the last `count` non-negative values; 0 if there is none yet."""
 
     def __init__(self, count: int) -> None:
         self._count, self._number = count, 0
-        self._falling: deque[tuple[int, float]] = deque()  # those that no later one exceeds, and their numbers
+        self._falling: deque[tuple[int, float]] = deque()  # (number, value) of values that no later value exceeds
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Add a value, and drop the one that leaves the window."""
         falling = self._falling
         while falling and falling[-1][1] <= value:
             falling.pop()
@@ -26,161 +27,173 @@ class Largest:
             falling.popleft()
 
     @property
-    def largest(self) -> float:
+    def value(self) -> float:
         return self._falling[0][1] if self._falling else 0.0
 
 
-# Smoothed loss from which on it is tried, and by how much it must have grown since it was found to be the link's own.
-_WORTH, _GROWN = 0.02, 1.5
-# What is left of the window meanwhile; the share of the loss that remains at most if there were too many.
-_HALF, _FEWER = 0.5, 0.6
-# How long a trial takes: round trips, and datagrams. How long a verdict holds: seconds.
-_TRIPS, _ENOUGH, _HOLDS = 4.0, 128, 10.0
-
-
-class Trial:
-    """One sender's."""
-
-    def __init__(self) -> None:
-        self.running = False
-        self._loss = self._excused = 0.0
-        self._until = self._began = 0.0
-        self._before = (0.0, 0.0)  # loss and window
-        self._sent = self._lost = 0
-
-    def due(self, sent: int, lost: int, now: float) -> bool:
-        """Take a report in while no trial runs; whether it is time for one."""
-        self._loss += (lost / max(sent, 1) - self._loss) / 4
-        known = now < self._until and self._loss < _GROWN * self._excused + _WORTH
-        return self._loss > _WORTH and not known
-
-    def begin(self, window: float, now: float) -> float:
-        """Begin; returns the window meanwhile."""
-        self.running, self._began, self._before = True, now, (self._loss, window)
-        self._sent = self._lost = 0
-        return window * _HALF
-
-    def learn(self, sent: int, lost: int, trip: float, now: float) -> float | None:
-        """Take a report in while it runs; the window afterwards (the old one if nothing changed), or None to go on."""
-        if now - self._began < 1.5 * trip:  # on what had left before
-            return None
-        self._sent, self._lost = self._sent + sent, self._lost + lost
-        if now - self._began < _TRIPS * trip or self._sent < _ENOUGH:
-            return None
-        self.running = False
-        before, window = self._before
-        self._loss = after = self._lost / self._sent
-        if after < _FEWER * before:
-            return window * _HALF
-        self._excused, self._until = max(after, before), now + _HOLDS
-        return window
-
-
-# Datagrams that may leave at once, as TCP's first window.
-BURST = 10
-# Datagrams of the window: at the start, and at the least.
-_START, _LEAST = 32, 4
-_FIRST_TRIP = 0.005
-_MOST = 1.25e9  # bytes a second
-# CUBIC's own numbers: what is left after congestion, and how steeply the window grows.
-_FALL, _STEEP = 0.7, 0.4
-# What is left where nothing of ours was lost yet.
-_EASE = 0.82
-# Delay above the least that was seen lately, from which on a queue stands: several senders' short bursts make less.
-QUEUE = 0.020
-# The same for a sender that the pacer holds back: then it is no burst, and the link is busy.
-_BUSY = 0.007
-# As near to the longest queue of late as this, its end is reached: others lose datagrams there even if we do not.
-# Below the second it has gone away from there.
-_TOP, _AWAY = 0.85, 0.75
-# A sender of more than this share of what is under way makes a queue shorter; one of less leaves that to the others.
-# What the link carries is taken to be the highest rate of arrival, half of it after so many seconds.
-_SHARE, _FADES = 0.4, 30.0
-# A queue that stands next to less than that share is that of others. For so many seconds it is left to them, and the
-# window grows by so many datagrams in a round trip.
-_COMPETES, _CATCH_UP = 10.0, 2.0
-# More than this is no link's own loss, whatever the delays say: a queue may have been there from the beginning.
-_TOO_MUCH = 0.3
-# Above the rate of arrival, so that a free link is found: while the window doubles, and after.
-_PROBING, _STEADY = 2.0, 1.25
-# Reports whose rates of arrival are remembered, and datagrams that one must be about to show a rate.
-_RATES, _ENOUGH = 32, 8
-# Seconds of its share that a sender may have saved for a burst.
-_SAVED = 0.05
-# Weight of a report in the smoothed loss, for each datagram that it is about.
-_SMOOTH = 1 / 256
-
-
-class Seen(NamedTuple):
-    """What a report says of one message: datagrams and bytes sent, datagrams lost; seconds."""
-
-    sent: int
-    size: int
-    lost: int
-    queue: float  # the least queueing delay
-    span: float  # from the first arrival to the last
-    took: float  # from the first departure to the last
-    trip: float
-    tried: bool  # whether the pacer was what it waited for
-    grant: int = 0  # what the receiver has for this sender, bytes a second; 0: as much as there is
-
-
-class Bucket:
-    """A token bucket."""
+class TokenBucket:
+    """A token bucket: `rate` bytes a second, of which up to `depth` bytes may be saved."""
 
     def __init__(self, rate: float, depth: float, now: float) -> None:
         self.rate, self.depth = rate, depth
         self._tokens, self._filled = depth, now
 
     def tokens(self, now: float) -> float:
-        """Bytes that may leave now; fewer than none if too many have left."""
+        """Return the bytes that may leave now; negative if too many have left."""
         self._tokens = min(self.depth, self._tokens + (now - self._filled) * self.rate)
         self._filled = now
         return self._tokens
 
     def spend(self, size: int) -> None:
-        """They leave."""
+        """Take out the tokens of bytes that leave."""
         self._tokens -= size
 
 
+# A probe begins above this smoothed loss, unless an earlier probe found that loss to be the link's own; then it begins
+# again if the loss has grown by this factor.
+_PROBE_LOSS, _PROBE_GROWTH = 0.02, 1.5
+# The share of the congestion window that is left during a probe. The loss must fall below this share of what it was to
+# show that the window was too large.
+_PROBE_WINDOW, _PROBE_IMPROVEMENT = 0.5, 0.6
+# A probe takes at least so many round trips and packets. Its result is valid for so many seconds.
+_PROBE_RTTS, _PROBE_PACKETS, _PROBE_VALID = 4.0, 128, 10.0
+
+
+class LossProbe:
+    """Finds out whether loss is caused by congestion: sends less for a while and checks whether less is lost.
+
+    A sender that starts while the queue is already full sees no change of delay, and could not tell otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.running = False
+        self._loss = self._link_loss = 0.0  # smoothed loss, and the loss that was found to be the link's own
+        self._valid_until = self._began = 0.0
+        self._before = (0.0, 0.0)  # loss and congestion window before the probe
+        self._sent = self._lost = 0
+
+    def is_due(self, sent: int, lost: int, now: float) -> bool:
+        """Take an ack into account while no probe runs; return whether a probe should begin."""
+        self._loss += (lost / max(sent, 1) - self._loss) / 4
+        known = now < self._valid_until and self._loss < _PROBE_GROWTH * self._link_loss + _PROBE_LOSS
+        return self._loss > _PROBE_LOSS and not known
+
+    def begin(self, window: float, now: float) -> float:
+        """Begin a probe; return the congestion window to use during it."""
+        self.running, self._began, self._before = True, now, (self._loss, window)
+        self._sent = self._lost = 0
+        return window * _PROBE_WINDOW
+
+    def on_ack(self, sent: int, lost: int, rtt: float, now: float) -> float | None:
+        """Take an ack into account during a probe; return the congestion window to use after it, None to go on.
+
+        That is the window before the probe if less sending did not reduce the loss, and the smaller one if it did.
+        """
+        if now - self._began < 1.5 * rtt:  # the ack is for packets that left before the probe
+            return None
+        self._sent, self._lost = self._sent + sent, self._lost + lost
+        if now - self._began < _PROBE_RTTS * rtt or self._sent < _PROBE_PACKETS:
+            return None
+        self.running = False
+        before, window = self._before
+        self._loss = after = self._lost / self._sent
+        if after < _PROBE_IMPROVEMENT * before:
+            return window * _PROBE_WINDOW
+        self._link_loss, self._valid_until = max(after, before), now + _PROBE_VALID
+        return window
+
+
+# Packets that may leave back to back, as many as TCP's initial window.
+BURST = 10
+# The initial and the smallest congestion window, in packets; the RTT until one is measured, in seconds.
+_INITIAL_WINDOW, _MINIMUM_WINDOW = 32, 4
+_INITIAL_RTT = 0.005
+_HIGHEST_RATE = 1.25e9  # bytes a second
+# CUBIC's constants: the factor of a reduction after loss, and how steeply the window grows.
+_BETA, _CUBIC = 0.7, 0.4
+# The factor of a reduction that reacts to a queue alone.
+_QUEUE_BETA = 0.82
+# Seconds of delay above the recent minimum that count as a queue. Short bursts of several senders cause less.
+QUEUE_DELAY = 0.020
+# The same for a sender that waits for its pacer: its own packets come evenly, so that less delay shows a busy link.
+_PACED_QUEUE_DELAY = 0.007
+# The queue counts as full when its delay exceeds this share of the longest recent delay: other senders then lose
+# packets even if this one does not. It counts as full again after it was below the second share.
+_QUEUE_FULL, _QUEUE_LEFT = 0.85, 0.75
+# A sender with more than this share of all packets in flight reduces a queue; one with less leaves that to the others.
+# The capacity of the link is the highest arrival rate, which is halved after so many seconds.
+_MAIN_SHARE, _CAPACITY_HALF_LIFE = 0.4, 30.0
+# If the queue is caused by others, this sender competes with them for so many seconds: it ignores the queue, and its
+# window grows by so many more packets per RTT.
+_COMPETE_SECONDS, _COMPETE_GROWTH = 10.0, 2.0
+# Above this loss the link counts as congested whatever the delays are: the queue may have been full from the start.
+_CONGESTED_LOSS = 0.3
+# Factors above the measured arrival rate, so that free capacity is found: in slow start, and after it.
+_SLOW_START_GAIN, _STEADY_GAIN = 2.0, 1.25
+# Acks whose arrival rates are remembered, and the packets that an ack must cover to show an arrival rate.
+_RATES, _RATE_PACKETS = 32, 8
+# Seconds of its fair share that a sender may save for a burst.
+_SHARE_BURST = 0.05
+# The weight of an ack in the smoothed loss, for each packet that it covers.
+_LOSS_WEIGHT = 1 / 256
+
+
+class AckSample(NamedTuple):
+    """What the ack of one message tells: packets and bytes sent, packets lost, and times in seconds."""
+
+    sent: int
+    size: int
+    lost: int
+    queue: float  # the least queueing delay of the packets
+    span: float  # from the first arrival to the last
+    took: float  # from the first departure to the last
+    rtt: float
+    limited: bool  # whether the message had to wait for the pacer
+    share: int = 0  # the receiver's fair share for this sender, bytes a second; 0 means no limit
+
+
 class Pacer:
-    """Three token buckets: a window in a round trip, evenly as datagrams arrive, and the share that is given."""
+    """Congestion controller of one session; packets leave through three token buckets.
+
+    One lets a congestion window leave per RTT, one spaces packets evenly at about the rate at which they arrive, and
+    one keeps to the fair share that the receiver grants.
+    """
 
     def __init__(self, size: int, now: float) -> None:
-        self._size = size
-        self.window = float(_START)
-        self.loss = 0.0  # smoothed share of datagrams
-        self.trip = 0.0  # smoothed round trip
-        self.falls = 0
-        self.grant = 0
-        self._rates = Largest(_RATES)
-        self._doubling = True
-        self._before, self._fell = float(_START), now  # the window at the last fall, and when
-        self._longest = Largest(256)  # queueing delays of late
-        self._topped = False
-        self._competes_until = 0.0  # others fill the link
-        self._carries = 0.0, now  # the highest rate of arrival, fading, and when that was computed
-        self._trial = Trial()
-        self._even = Bucket(_MOST, BURST * size, now)
-        self._windows = Bucket(self.rate, self.window * size, now)
-        self._shared = Bucket(_MOST, _MOST, now)
+        self._size = size  # bytes of a full packet
+        self.window = float(_INITIAL_WINDOW)  # congestion window, packets
+        self.loss = 0.0  # smoothed share of packets that are lost
+        self.rtt = 0.0  # smoothed RTT
+        self.reductions = 0
+        self.share = 0
+        self._rates = WindowedMaximum(_RATES)
+        self._slow_start = True
+        self._window_max, self._reduced = float(_INITIAL_WINDOW), now  # the window before the last reduction, and when
+        self._longest_queue = WindowedMaximum(256)
+        self._queue_full = False
+        self._competes_until = 0.0
+        self._capacity = 0.0, now  # the highest arrival rate with decay, and when that was computed
+        self._probe = LossProbe()
+        self._even = TokenBucket(_HIGHEST_RATE, BURST * size, now)
+        self._windows = TokenBucket(self.rate, self.window * size, now)
+        self._shared = TokenBucket(_HIGHEST_RATE, _HIGHEST_RATE, now)
         self._buckets = (self._even, self._windows, self._shared)
 
     @property
     def rate(self) -> float:
-        """Bytes a second in the long run, the receiver's share aside."""
-        return self._rate(self._arriving)
+        """The pacing rate in bytes a second, without the receiver's fair share."""
+        return self._rate(self._arrival_rate)
 
-    def _rate(self, arriving: float) -> float:
-        return min(self.window * self._size / max(self.trip or _FIRST_TRIP, 1e-3), arriving)
+    def _rate(self, arrival_rate: float) -> float:
+        return min(self.window * self._size / max(self.rtt or _INITIAL_RTT, 1e-3), arrival_rate)
 
     @property
-    def _arriving(self) -> float:
-        gain = _PROBING if self._doubling else _STEADY
-        return min(gain * self._rates.largest, _MOST) if self._rates.largest else _MOST
+    def _arrival_rate(self) -> float:
+        gain = _SLOW_START_GAIN if self._slow_start else _STEADY_GAIN
+        return min(gain * self._rates.value, _HIGHEST_RATE) if self._rates.value else _HIGHEST_RATE
 
     def allowed(self, now: float) -> tuple[int, float]:
-        """Datagrams of full size that may leave now; if none, the seconds until one may."""
+        """Return how many full packets may leave now, and if none, the seconds until one may."""
         tokens = [bucket.tokens(now) for bucket in self._buckets]
         count = int(min(tokens) // self._size)
         if count > 0:
@@ -188,135 +201,146 @@ class Pacer:
         return 0, max((self._size - there) / bucket.rate for there, bucket in zip(tokens, self._buckets, strict=True))
 
     def spend(self, size: int) -> None:
-        """So many bytes leave."""
+        """Account for so many bytes that leave."""
         for bucket in self._buckets:
             bucket.spend(size)
 
-    def learn(self, seen: Seen, now: float) -> None:
-        """Take in a report."""
+    def on_ack(self, sample: AckSample, now: float) -> None:
+        """Update the loss, the RTT and the congestion window from an ack."""
         usual = self.loss
-        share = seen.lost / seen.sent if seen.sent else 0.0
-        self.loss += (1.0 - (1.0 - _SMOOTH) ** seen.sent) * (share - self.loss)
-        trip = max(seen.trip, 2e-4)
-        self.trip = trip if not self.trip else self.trip + (trip - self.trip) / 8
-        self.grant = seen.grant
-        arrived = seen.sent - seen.lost
-        if arrived >= _ENOUGH and seen.span > 0.0:
-            rate = seen.size * (arrived - 1) / seen.sent / seen.span
+        loss = sample.lost / sample.sent if sample.sent else 0.0
+        self.loss += (1.0 - (1.0 - _LOSS_WEIGHT) ** sample.sent) * (loss - self.loss)
+        rtt = max(sample.rtt, 2e-4)
+        self.rtt = rtt if not self.rtt else self.rtt + (rtt - self.rtt) / 8
+        self.share = sample.share
+        arrived = sample.sent - sample.lost
+        if arrived >= _RATE_PACKETS and sample.span > 0.0:
+            rate = sample.size * (arrived - 1) / sample.sent / sample.span
             self._rates.add(rate)
-            highest, since = self._carries
-            self._carries = max(rate, highest * 0.5 ** ((now - since) / _FADES)), now
-        self._longest.add(seen.queue)
-        if self._trial.running:
-            self._end_trial(seen, now)
-        elif self._crowded(seen) or self._overrun(seen, usual) or self._fills(seen, now):
-            if now - self._fell > 2 * self.trip:  # one round trip's losses are one sign, and it shows one later
-                self._fall(now, _FALL if seen.lost else _EASE)
-        elif seen.tried and self._trial.due(seen.sent, seen.lost, now):
-            self.window = max(_LEAST, self._trial.begin(self.window, now))
-        elif seen.tried:
-            self._grow(seen, now)
-        self._fit(seen.grant)
+            highest, since = self._capacity
+            self._capacity = max(rate, highest * 0.5 ** ((now - since) / _CAPACITY_HALF_LIFE)), now
+        self._longest_queue.add(sample.queue)
+        if self._probe.running:
+            self._continue_probe(sample, now)
+        elif self._is_congested(sample) or self._overflows(sample, usual) or self._causes_queue(sample, now):
+            if (
+                now - self._reduced > 2 * self.rtt
+            ):  # the losses of one RTT are one event, whose effect shows an RTT later
+                self._reduce(now, _BETA if sample.lost else _QUEUE_BETA)
+        elif sample.limited and self._probe.is_due(sample.sent, sample.lost, now):
+            self.window = max(_MINIMUM_WINDOW, self._probe.begin(self.window, now))
+        elif sample.limited:
+            self._grow(sample, now)
+        self._update_buckets(sample.share)
 
-    def _fit(self, grant: int) -> None:
-        """What was learned becomes rates and depths."""
-        arriving, burst, shared = self._arriving, BURST * self._size, grant or _MOST
-        # A timer of a millisecond's resolution must be able to keep a fast link busy.
-        self._even.rate, self._even.depth = arriving, max(burst, 0.002 * arriving)
-        self._windows.rate, self._windows.depth = self._rate(arriving), self.window * self._size
-        self._shared.rate, self._shared.depth = shared, max(burst, _SAVED * shared)
+    def _update_buckets(self, share: int) -> None:
+        arrival_rate, burst, limit = self._arrival_rate, BURST * self._size, share or _HIGHEST_RATE
+        # Timers have a resolution of a millisecond, so that a fast link stays busy only with more than that in a burst.
+        self._even.rate, self._even.depth = arrival_rate, max(burst, 0.002 * arrival_rate)
+        self._windows.rate, self._windows.depth = self._rate(arrival_rate), self.window * self._size
+        self._shared.rate, self._shared.depth = limit, max(burst, _SHARE_BURST * limit)
 
-    def _crowded(self, seen: Seen) -> bool:
-        """A queue stands, and its end was reached."""
-        before, level = self._topped, seen.queue / max(self._longest.largest, 1e-9)
-        self._topped = level > (_AWAY if before else _TOP)
-        full = seen.lost > 0 or (self._topped and not before)  # it may stay there for a while: that is one sign
-        return (seen.queue > (_BUSY if seen.tried else QUEUE) and full) or self.loss > _TOO_MUCH
+    def _is_congested(self, sample: AckSample) -> bool:
+        """Return whether there is a queue that is full, or too much loss."""
+        before, level = self._queue_full, sample.queue / max(self._longest_queue.value, 1e-9)
+        self._queue_full = level > (_QUEUE_LEFT if before else _QUEUE_FULL)
+        full = sample.lost > 0 or (self._queue_full and not before)  # a queue that stays full counts once
+        queue_delay = _PACED_QUEUE_DELAY if sample.limited else QUEUE_DELAY
+        return (sample.queue > queue_delay and full) or self.loss > _CONGESTED_LOSS
 
-    def _fills(self, seen: Seen, now: float) -> bool:
-        """A queue stands that is mostly ours. A TCP that keeps its own queue short (BBR) would starve behind it."""
-        if not seen.tried or seen.queue <= _BUSY:
-            self._competes_until = 0.0 if seen.queue <= _BUSY else self._competes_until
+    def _causes_queue(self, sample: AckSample, now: float) -> bool:
+        """Return whether there is a queue mostly of this sender's packets; BBR, which avoids queues, would starve."""
+        if not sample.limited or sample.queue <= _PACED_QUEUE_DELAY:
+            self._competes_until = 0.0 if sample.queue <= _PACED_QUEUE_DELAY else self._competes_until
             return False
-        if self.window > _SHARE * self._under_way:
+        if self.window > _MAIN_SHARE * self._in_flight:
             return now >= self._competes_until
-        if seen.queue > QUEUE:
-            self._competes_until = now + _COMPETES
+        if sample.queue > QUEUE_DELAY:
+            self._competes_until = now + _COMPETE_SECONDS
         return False
 
     @property
-    def _under_way(self) -> float:
-        """Datagrams that everybody together has on the link."""
-        return self._carries[0] * self.trip / self._size
+    def _in_flight(self) -> float:
+        """The estimated packets of all senders that are in flight on the link."""
+        return self._capacity[0] * self.rtt / self._size
 
-    def _overrun(self, seen: Seen, usual: float) -> bool:
-        """Far more was lost than usual and the rest came far apart: a queue too short to show as a delay."""
-        if not seen.lost:
+    def _overflows(self, sample: AckSample, usual: float) -> bool:
+        """Return whether a queue overflows that is too short to show as a delay.
+
+        Then far more packets are lost than usual, and the others arrive further apart than they left.
+        """
+        if not sample.lost:
             return False
-        expected = seen.sent * usual
-        excess = seen.lost > expected + 4.0 * (expected * (1.0 - usual)) ** 0.5 + 4.0
-        return excess and seen.span > 1.3 * seen.took
+        expected = sample.sent * usual
+        excess = sample.lost > expected + 4.0 * (expected * (1.0 - usual)) ** 0.5 + 4.0
+        return excess and sample.span > 1.3 * sample.took
 
-    def _end_trial(self, seen: Seen, now: float) -> None:
-        window = self._trial.learn(seen.sent, seen.lost, self.trip, now)
+    def _continue_probe(self, sample: AckSample, now: float) -> None:
+        window = self._probe.on_ack(sample.sent, sample.lost, self.rtt, now)
         if window is None:
             return
         if window <= self.window:
-            self._before, self._fell, self._doubling = self.window, now, False
-            self.falls += 1
-        self.window = max(window, _LEAST)
+            self._note_reduction(now)
+        self.window = max(window, _MINIMUM_WINDOW)
 
-    def _fall(self, now: float, to: float) -> None:
-        self._before, self._fell, self._doubling = self.window, now, False
-        self.window = max(_LEAST, self.window * to)
-        self.falls += 1
+    def _reduce(self, now: float, factor: float) -> None:
+        self._note_reduction(now)
+        self.window = max(_MINIMUM_WINDOW, self.window * factor)
 
-    def _grow(self, seen: Seen, now: float) -> None:
-        """Doubling until a queue is seen; then as CUBIC: fast towards where it fell, slowly around it, and faster."""
-        if self._doubling:
-            if seen.queue <= QUEUE:
-                self.window = min(self.window + seen.sent, 1e6)
+    def _note_reduction(self, now: float) -> None:
+        self._window_max, self._reduced, self._slow_start = self.window, now, False
+        self.reductions += 1
+
+    def _grow(self, sample: AckSample, now: float) -> None:
+        """Double the window per RTT until there is a queue (slow start), then grow it as CUBIC does."""
+        if self._slow_start:
+            if sample.queue <= QUEUE_DELAY:
+                self.window = min(self.window + sample.sent, 1e6)
                 return
-            self._doubling, self._before, self._fell = False, self.window, now
-        turn = (self._before * (1.0 - _FALL) / _STEEP) ** (1 / 3)
-        since = now - self._fell
-        target = _STEEP * (since + self.trip - turn) ** 3 + self._before
-        # Where round trips are short, CUBIC grows like Reno: about half a datagram per round trip.
-        friendly = self._before * _FALL + 3.0 * (1.0 - _FALL) / (1.0 + _FALL) * since / max(self.trip, 1e-3)
+            self._slow_start, self._window_max, self._reduced = False, self.window, now
+        turn = (self._window_max * (1.0 - _BETA) / _CUBIC) ** (1 / 3)
+        since = now - self._reduced
+        target = _CUBIC * (since + self.rtt - turn) ** 3 + self._window_max
+        # Where RTTs are short, CUBIC grows like Reno: by about half a packet per RTT.
+        friendly = self._window_max * _BETA + 3.0 * (1.0 - _BETA) / (1.0 + _BETA) * since / max(self.rtt, 1e-3)
         self.window = max(self.window, min(max(target, friendly), 1.5 * self.window))
         if now < self._competes_until:
-            self.window += _CATCH_UP * seen.sent / self.window
+            self.window += _COMPETE_GROWTH * sample.sent / self.window
 
     def __str__(self) -> str:
-        shared = f", {self.grant * 8e-6:.1f} mbit/s granted" if self.grant else ""
+        shared = f", fair share {self.share * 8e-6:.1f} mbit/s" if self.share else ""
         return (
-            f"{self.rate * 8e-6:.1f} mbit/s, {self.window:.0f} datagrams in a round trip of {self.trip * 1e3:.1f} ms, "
-            f"loss {self.loss:.2%}, {self.falls} times slowed down{shared}"
+            f"{self.rate * 8e-6:.1f} mbit/s, congestion window {self.window:.0f} packets, RTT {self.rtt * 1e3:.1f} ms, "
+            f"loss {self.loss:.2%}, window reduced {self.reductions} times{shared}"
         )
 
 
-# Seconds over which arrivals are counted, and how many such spans are remembered.
+# Arrivals are counted over spans of so many seconds, of which so many are remembered.
 SPAN, _SPANS = 0.020, 500
-# Who sent within so many seconds counts as a sender.
+# A session counts as a sender if it sent within so many seconds.
 _ACTIVE = 0.2
-# All shares together, of what the link was seen to carry: more while it shows no sign of being full.
-_MORE, _LESS = 1.5, 0.95
-# Delay above the least, and share of datagrams lost, from which on the link is taken for full.
-_QUEUE, _LOSS = 0.020, 0.02
-_SMOOTH_SHARE = 1 / 16
+# The sum of all fair shares, relative to what the link was seen to carry: while it is not congested, and while it is.
+_FREE, _FULL = 1.5, 0.95
+# The share of packets lost above which the link counts as congested; the weight of a message in the smoothed values.
+_FULL_LOSS = 0.02
+_SHARE_WEIGHT = 1 / 16
 
 
-class Shares:
-    """What one receiver's link carries."""
+class FairShares:
+    """Divides the link of one receiver among those that send to it.
+
+    Senders do not know of each other, and the queue in front of the receiver is full before each of them has found out
+    by losses. The receiver knows what its link carries and who uses it, and tells each sender its share in every ack.
+    """
 
     def __init__(self) -> None:
         self._span, self._bytes = 0, 0
-        self._rates = Largest(_SPANS)
-        self._heard: dict[int, float] = {}
+        self._rates = WindowedMaximum(_SPANS)
+        self._heard: dict[int, float] = {}  # when each session last sent
         self._queue = self._loss = 0.0
 
-    def note(self, session: int, size: int, stamp: float) -> None:
-        """A datagram of a session came at this time, by the kernel's clock."""
+    def on_packets(self, session: int, size: int, stamp: float) -> None:
+        """Count bytes of a session that arrived at this time by the kernel's clock."""
         span = int(stamp / SPAN)
         if span != self._span:
             if self._bytes:
@@ -325,15 +349,15 @@ class Shares:
         self._bytes += size
         self._heard[session] = stamp
 
-    def learn(self, queue: float, loss: float) -> None:
-        """A message came with this least queueing delay and this share lost."""
-        self._queue += (queue - self._queue) * _SMOOTH_SHARE
-        self._loss += (loss - self._loss) * _SMOOTH_SHARE
+    def on_message(self, queue: float, loss: float) -> None:
+        """Take a received message into account: its least queueing delay and the share of its packets that was lost."""
+        self._queue += (queue - self._queue) * _SHARE_WEIGHT
+        self._loss += (loss - self._loss) * _SHARE_WEIGHT
 
-    def grant(self, stamp: float) -> int:
-        """Bytes a second for each sender; 0 where there is only one, or nothing is known yet."""
+    def share(self, stamp: float) -> int:
+        """Return the bytes a second for each sender; 0, no limit, for a single sender or before any measurement."""
         self._heard = {session: when for session, when in self._heard.items() if when > stamp - _ACTIVE}
-        if len(self._heard) < 2 or not self._rates.largest:
+        if len(self._heard) < 2 or not self._rates.value:
             return 0
-        full = self._queue > _QUEUE or self._loss > _LOSS
-        return int(self._rates.largest * (_LESS if full else _MORE) / len(self._heard))
+        full = self._queue > QUEUE_DELAY or self._loss > _FULL_LOSS
+        return int(self._rates.value * (_FULL if full else _FREE) / len(self._heard))

@@ -1,7 +1,9 @@
-"""Path: one session's way between two sides: keys, numbered messages, and datagrams that leave and come.
+"""Session: the state of the udp transport between a worker and the server.
 
-A message in datagrams has a number in the session's order like all others; its last word stands for it on the
-reliable way. Not safe by itself: the transport holds a lock.
+All envelopes of a session are numbered and delivered in that order. A message in pieces has a number too; its end
+marker stands for it on the reliable channel, which is the TCP connection. Short envelopes also travel in control
+packets where the network loses packets, because TCP would delay them. A session does no I/O and is not thread-safe: the
+socket thread's lock guards it.
 """
 
 import math
@@ -11,178 +13,179 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from thinwire.transport.base import Buffer
-from thinwire.transport.udp.congestion import Shares
+from thinwire.transport.udp.congestion import FairShares
 from thinwire.transport.udp.packet import (
     CONTROL_BYTES,
-    EXPRESS,
     KEY_BYTES,
     OVERHEAD,
+    SHORT_BYTES,
     Envelope,
-    Kind,
-    Opener,
-    Report,
-    Sealer,
+    EnvelopeKind,
+    MessageAck,
+    PacketDecryptor,
+    PacketEncryptor,
     pack_control,
+    read_acks,
     read_end,
     read_records,
-    read_reports,
 )
-from thinwire.transport.udp.recovery import Dispatch, Gathering, Group, Message, Outcome, pack
+from thinwire.transport.udp.recovery import PacketGroup, PartialMessage, PieceSender, Reassembly, pack
 
-# Numbers that a datagram may be ahead of its turn; what is further ahead waits for its reliable copy.
+# How far the number of a packet may be ahead of the next expected one; an envelope further ahead comes over TCP.
 AHEAD = 4096
-# Times that an envelope is sent again as a datagram; then its reliable copy is on its way for long enough.
-_AGAIN = 5
-# Records of one reliable batch.
+# How often an envelope is retransmitted in a control packet; by then its copy over TCP is on its way.
+_RETRANSMITS = 5
+# Bytes of records in one batch over TCP.
 _BATCH_BYTES = 1 << 14
+# The pause in seconds that means "nothing is due".
+_NEVER = 3600.0
 
 
 @dataclass
-class _Short:
-    """An envelope that may go as a datagram, until the other side says that it has come."""
+class _Unacked:
+    """A short envelope that may travel in a control packet, until the other side has acknowledged it."""
 
     envelope: Envelope
-    record: bytes = b""  # made when it is needed: a clean path needs none
+    record: bytes = b""  # made when it is needed: without loss it never is
     sent: float = 0.0
     times: int = 0
 
 
 @dataclass(slots=True)
 class _Queued:
-    """An envelope that waits for the reliable way, and since when."""
+    """An envelope that waits to be sent over TCP, and since when."""
 
     envelope: Envelope
     since: float
     short: bool = True
 
 
-class Outgoing:
-    """Envelopes that leave, numbered from 1."""
+class EnvelopeQueue:
+    """Numbers outgoing envelopes from 1, queues them for TCP, and short ones also for control packets."""
 
     def __init__(self, session: int, room: int) -> None:
-        self._session, self._room = session, room  # bytes of records in one datagram
+        self._session, self._room = session, room  # room: bytes of records in one control packet
         self._number = self._acknowledged = 0
         self._reliable: deque[_Queued] = deque()
-        self._held: dict[int, _Queued] = {}  # stand for messages whose datagrams have not all left yet
-        self._short: deque[_Short] = deque()
-        self._plain = 0  # of those that wait for the reliable way, how many are more than words
+        self._reserved: dict[int, _Queued] = {}  # end markers of messages whose packets have not all left yet
+        self._short: deque[_Unacked] = deque()
+        self._payloads = 0  # how many of those that wait for TCP are not end markers
 
-    def put(self, kind: Kind, parts: Sequence[Buffer], reports: bytes = b"") -> int:
-        """Queue an envelope; returns its number."""
+    def put(self, kind: EnvelopeKind, parts: Sequence[Buffer], acks: bytes = b"") -> None:
+        """Queue an envelope."""
         self._number += 1
-        envelope = Envelope(kind, self._session, self._number, parts, reports)
-        short = envelope.size <= EXPRESS
+        envelope = Envelope(kind, self._session, self._number, parts, acks)
+        short = envelope.size <= SHORT_BYTES
         self._reliable.append(_Queued(envelope, time.monotonic(), short))
-        self._plain += 1
+        self._payloads += 1
         if short:
-            self._short.append(_Short(envelope))
-        return self._number
+            self._short.append(_Unacked(envelope))
 
-    def hold(self) -> int:
-        """A number for a message in datagrams: reliable envelopes behind it wait for `release`."""
+    def reserve(self) -> int:
+        """Return a number for a message in pieces; later envelopes wait on TCP until `release` is called for it."""
         self._number += 1
-        queued = _Queued(Envelope(Kind.WORD, self._session, self._number, []), time.monotonic())
-        self._held[self._number] = queued
+        queued = _Queued(Envelope(EnvelopeKind.END, self._session, self._number, []), time.monotonic())
+        self._reserved[self._number] = queued
         self._reliable.append(queued)
         return self._number
 
-    def release(self, number: int, word: bytes) -> None:
-        """All datagrams of a message have left: its last word may go."""
-        held = self._held.pop(number, None)
-        if held is not None:
-            held.envelope = Envelope(Kind.WORD, self._session, number, [word])
-            self._short.append(_Short(held.envelope))
+    def release(self, number: int, end_marker: bytes) -> None:
+        """Let the end marker of a message be sent, because all its packets have left."""
+        queued = self._reserved.pop(number, None)
+        if queued is not None:
+            queued.envelope = Envelope(EnvelopeKind.END, self._session, number, [end_marker])
+            self._short.append(_Unacked(queued.envelope))
 
-    def acknowledge(self, due: int) -> None:
-        """The other side waits for this number: it has all before it."""
-        if self._acknowledged < due <= self._number + 1:
-            self._acknowledged = due
-            self._short = deque(each for each in self._short if each.envelope.number >= due)
-            while self._reliable and self._reliable[0].envelope.number < due:
+    def on_ack(self, expected: int) -> None:
+        """Drop the envelopes that the other side has: all before the number that it expects next."""
+        if self._acknowledged < expected <= self._number + 1:
+            self._acknowledged = expected
+            self._short = deque(each for each in self._short if each.envelope.number >= expected)
+            while self._reliable and self._reliable[0].envelope.number < expected:
                 self._next()
 
-    def drain(self, due: int, before: float, words: float) -> list[list[Buffer]]:
-        """What goes the reliable way now, of what is there since `before`: short envelopes in batches, others alone.
+    def drain(self, expected: int, before: float, ends_before: float) -> list[list[Buffer]]:
+        """Return the TCP messages to send now, of envelopes queued up to `before`: short ones in batches.
 
-        `due` is the number that this side waits for. Words alone, with nothing behind them, go if they are there since
-        `words`: a message that arrives complete needs none.
+        `expected` is the number that this side expects next. If only end markers wait, those queued up to `ends_before`
+        are sent: a message that arrives completely needs no end marker, and is mostly acknowledged before that time.
         """
         found: list[list[Buffer]] = []
         records: list[bytes] = []
 
         def close() -> None:
             if records:
-                found.append(Envelope(Kind.BATCH, self._session, due, [b"".join(records)]).as_parts())
+                found.append(Envelope(EnvelopeKind.BATCH, self._session, expected, [b"".join(records)]).as_parts())
                 records.clear()
 
         if not self._reliable:
             return []
-        if not self._plain:
-            before = min(before, words)
+        if not self._payloads:
+            before = min(before, ends_before)
         elif not all(each.short for each in self._reliable):
-            before = math.inf  # it has no other way, and what is before it must not come after it
-        while self._reliable and self._reliable[0].since <= before and not self._is_held(self._reliable[0]):
+            before = math.inf  # a long envelope travels over TCP only, and those before it must stay before it
+        while self._reliable and self._reliable[0].since <= before and not self._is_reserved(self._reliable[0]):
             queued = self._next()
-            envelope = queued.envelope
             if queued.short:
-                records.append(envelope.as_record())
+                records.append(queued.envelope.as_record())
                 if sum(map(len, records)) > _BATCH_BYTES:
                     close()
             else:
                 close()
-                found.append(envelope.as_parts())
+                found.append(queued.envelope.as_parts())
         close()
         return found
 
     @property
-    def since(self) -> float:
-        """When the oldest envelope was queued that has not gone the reliable way."""
-        return self._reliable[0].since if self._reliable and not self._is_held(self._reliable[0]) else math.inf
+    def oldest(self) -> float:
+        """When the oldest envelope was queued that waits for TCP and may be sent."""
+        return self._reliable[0].since if self._reliable and not self._is_reserved(self._reliable[0]) else math.inf
 
     @property
     def waiting(self) -> bool:
-        """Whether any waits for either way."""
+        """Whether any envelope waits for TCP or for an ack."""
         return bool(self._reliable) or bool(self._short)
 
     @property
-    def pressing(self) -> bool:
-        """Whether any but words waits for the reliable way."""
-        return self._plain > 0
+    def has_payload(self) -> bool:
+        """Whether any envelope but end markers waits for TCP."""
+        return self._payloads > 0
 
     def _next(self) -> _Queued:
         queued = self._reliable.popleft()
-        self._plain -= queued.envelope.kind is not Kind.WORD
+        self._payloads -= queued.envelope.kind is not EnvelopeKind.END
         return queued
 
-    def _is_held(self, queued: _Queued) -> bool:
-        return queued.envelope.number in self._held
+    def _is_reserved(self, queued: _Queued) -> bool:
+        return queued.envelope.number in self._reserved
 
-    def express(self, now: float, again: float, *, fresh: int) -> tuple[list[list[bytes]], float]:
-        """Records of datagrams to send now, and the seconds until more are due.
+    def control_records(self, now: float, retransmit: float, *, copies: int) -> tuple[list[list[bytes]], float]:
+        """Return the records of each control packet to send now, and the seconds until more are due.
 
-        New ones go `fresh` times, those without an answer once more after `again` seconds, and later each time.
+        A new envelope is sent in `copies` packets. An unacknowledged one is retransmitted after `retransmit` seconds,
+        and then at growing intervals.
         """
-        once: list[bytes] = []
-        often: list[bytes] = []
-        pause = 3600.0
+        again: list[bytes] = []
+        new: list[bytes] = []
+        pause = _NEVER
         for each in self._short:
             if not each.times:
                 each.record = each.envelope.as_record()
                 if len(each.record) > self._room:
-                    each.times = _AGAIN + 1
+                    each.times = _RETRANSMITS + 1
                     continue
-                often.append(each.record)
-            elif each.times > _AGAIN:
+                new.append(each.record)
+            elif each.times > _RETRANSMITS:
                 continue
-            elif now - each.sent >= again * each.times:
-                once.append(each.record)
+            elif now - each.sent >= retransmit * each.times:
+                again.append(each.record)
             else:
-                pause = min(pause, each.sent + again * each.times - now)
+                pause = min(pause, each.sent + retransmit * each.times - now)
                 continue
             each.times, each.sent = each.times + 1, now
-            pause = min(pause, again * each.times)
-        # What is sent again goes along with every copy of what is new.
-        return self._grouped(once + often) * (fresh if often else 1), pause
+            pause = min(pause, retransmit * each.times)
+        # Retransmitted records travel with every copy of the new ones.
+        return self._grouped(again + new) * (copies if new else 1), pause
 
     def _grouped(self, records: Sequence[bytes]) -> list[list[bytes]]:
         groups: list[list[bytes]] = []
@@ -196,288 +199,288 @@ class Outgoing:
         return groups
 
     def forget_short(self) -> None:
-        """The path is clean: the reliable way is enough. What has not gone that way yet may still need another."""
+        """Send no control packets for envelopes that have gone over TCP. Others may still need them."""
         first = self._reliable[0].envelope.number if self._reliable else self._number + 1
         while self._short and self._short[0].envelope.number < first:
             self._short.popleft()
 
     def clear(self) -> None:
-        """Let go of messages whose datagrams will not leave any more; what waits behind them may go."""
-        self._reliable = deque(each for each in self._reliable if not self._is_held(each))  # all held ones are words
-        self._held.clear()
+        """Drop the end markers of messages whose packets will not leave any more, so that later envelopes can."""
+        self._reliable = deque(each for each in self._reliable if not self._is_reserved(each))  # these are end markers
+        self._reserved.clear()
 
 
-class Incoming:
-    """Envelopes that come, in the order of their numbers; `due` is the one that is waited for."""
+class ReorderBuffer:
+    """Puts incoming envelopes in the order of their numbers; `expected` is the number of the next one."""
 
     def __init__(self) -> None:
-        self.due = 1
+        self.expected = 1
         self._early: dict[int, Envelope] = {}
-        self._reports: dict[int, list[Report]] = {}  # of those, read
-        self._sure = 0  # the highest number that came reliably: what is missing before it never will
-        self.gaps = 0  # how often something was passed over
+        self._acks: dict[int, list[MessageAck]] = {}  # the parsed acks of these
+        self._highest = 0  # the highest number that came over TCP: an envelope missing before it never comes
+        self.gaps = 0  # how often envelopes were skipped because they were lost with a connection
 
-    def arrive(self, envelope: Envelope, *, reliable: bool) -> bool:
-        """Take an envelope in, by either way; False if it is here already or too far ahead."""
+    def add(self, envelope: Envelope, *, reliable: bool) -> bool:
+        """Add an envelope from either channel; return False if it is a duplicate or too far ahead."""
         number = envelope.number
-        if number < self.due or number in self._early or (not reliable and number > self.due + AHEAD):
+        if number < self.expected or number in self._early or (not reliable and number > self.expected + AHEAD):
             return False
-        if len(envelope.reports):
-            # Broken ones are found here, before they are in anybody's way.
-            self._reports[number] = read_reports(envelope.reports)
-        if envelope.kind is Kind.WORD:
+        # Malformed acks and end markers raise here, before they can block the envelopes behind them.
+        if len(envelope.acks):
+            self._acks[number] = read_acks(envelope.acks)
+        if envelope.kind is EnvelopeKind.END:
             read_end(envelope.parts[0] if envelope.parts else b"")
         self._early[number] = envelope
         if reliable:
-            self._sure = max(self._sure, number)
+            self._highest = max(self._highest, number)
         return True
 
     @property
     def waiting(self) -> bool:
-        """Whether any is here that was not advanced over."""
+        """Whether any envelope is here that was not delivered."""
         return bool(self._early)
 
     def current(self) -> Envelope | None:
-        """The envelope in turn, if it is here; what was lost with a connection is passed over."""
-        if self.due < self._sure and self.due not in self._early:
-            self.due, self.gaps = min(self._early), self.gaps + 1
-        return self._early.get(self.due)
+        """Return the next envelope if it is here; skip those that were lost with a connection."""
+        if self.expected < self._highest and self.expected not in self._early:
+            self.expected, self.gaps = min(self._early), self.gaps + 1
+        return self._early.get(self.expected)
 
-    def reports(self) -> list[Report]:
-        """Of the envelope in turn."""
-        return self._reports.get(self.due, [])
+    def acks(self) -> list[MessageAck]:
+        """Return the acks of the next envelope."""
+        return self._acks.get(self.expected, [])
 
     def advance(self) -> None:
-        """The one in turn is done with."""
-        self._early.pop(self.due, None)
-        self._reports.pop(self.due, None)
-        self.due += 1
+        """Go on to the next number."""
+        self._early.pop(self.expected, None)
+        self._acks.pop(self.expected, None)
+        self.expected += 1
 
 
-# Smoothed loss from which on short envelopes are sent as datagrams too, and as two, and as three.
+# Smoothed loss above which a short envelope is also sent in one, two and three control packets.
 _COPIES = (0.002, 0.02, 0.1)
-# Seconds until a short envelope is sent again: two round trips, and what timers and threads take.
-_TRIPS, _GRAIN = 2.0, 0.006
-# Seconds after which it goes the reliable way too.
-_PATIENCE = 0.1
-# Seconds for which a clean path's last words wait: the report that makes them needless is mostly sooner.
-_WORDS = 0.03
-# A reader sleeps until the rest of a message should be there, but not for longer; not at all after so long without a
-# datagram, or after four times what was between two, for which the first stands as long as there is only one.
-_NAP, _SILENCE, _APART = 0.002, 5e-4, 1e-4
+# A control packet is retransmitted after so many RTTs, plus the seconds that timers and threads take.
+_RETRANSMIT_RTTS, _GRANULARITY = 2.0, 0.006
+# Seconds after which an unacknowledged short envelope is also sent over TCP.
+_TCP_DELAY = 0.1
+# Seconds for which an end marker waits if there is no loss: the ack that makes it unnecessary mostly comes earlier.
+_END_DELAY = 0.03
+# A reader sleeps until the rest of a message should have arrived, at most this long. It does not sleep after so long
+# without a packet or after four times the interval of packets. The last is the interval assumed for a single packet.
+_SLEEP, _SILENCE, _INTERVAL = 0.002, 5e-4, 1e-4
 
 
 Address = tuple[str, int] | tuple[str, int, int, int]  # as Python's sockets take it
+Lost = tuple[int, frozenset[int]]  # an acknowledged message's ticket, and the pieces of it that were lost
 
 
-class Path:
-    """One session."""
+class UdpSession:
+    """One session, on either side."""
 
-    def __init__(self, session: int, keys: bytes, *, server: bool, mtu: int, shares: Shares | None = None) -> None:
+    def __init__(self, number: int, keys: bytes, *, server: bool, mtu: int, shares: FairShares | None = None) -> None:
         mine, theirs = keys[:KEY_BYTES], keys[KEY_BYTES:]
         if not server:
             mine, theirs = theirs, mine
-        self.session, self.mtu = session, mtu
-        self.sealer, self.opener = Sealer(session, mine), Opener(theirs)
-        self.dispatch = Dispatch(mtu)
-        self.pacer, self.counts, self.queue = self.dispatch.pacer, self.dispatch.counts, self.dispatch.queue
-        self.gathering = Gathering()
-        self._shares = shares  # server: among all that send to it
-        self.address: Address | None = None  # where datagrams go; None: nowhere yet
-        self.batches = True  # whether several datagrams may be handed to the kernel by one call
-        self.origin = b""  # server: the same as the kernel writes it, where the newest came from
-        self._out, self._in = Outgoing(session, mtu - OVERHEAD - CONTROL_BYTES), Incoming()
-        self.express_at = 0.0  # when short envelopes must be looked after
-        self._level = 0  # copies of a short envelope, by the loss that was seen
-        self._opened = False  # whether the other side must be told that its datagrams arrive
-        self._reports: list[bytes] = []
-        self._news = 0.0  # when a datagram of envelopes last brought any
-        self._repeated = False  # the other side sent what is here already: it must hear so
-        self.welcome = b""  # server: what the worker was told of this session
+        self.number, self.mtu = number, mtu
+        self.encryptor, self.decryptor = PacketEncryptor(number, mine), PacketDecryptor(theirs)
+        self.sender = PieceSender(mtu)
+        self.reassembly = Reassembly()
+        self._shares = shares  # server: of all senders
+        self.address: Address | None = None  # where packets go; None until it is known
+        self.segments = True  # whether the kernel may be given several packets by one call
+        self.origin = b""  # server: the address from which the newest packet came, as the kernel writes it
+        self._out, self._in = EnvelopeQueue(number, mtu - OVERHEAD - CONTROL_BYTES), ReorderBuffer()
+        self.control_due = 0.0  # when control packets must be looked after
+        self._loss_level = 0  # copies of a short envelope, by the measured loss
+        self._announce_open = False  # whether the other side must be told that its packets arrive
+        self._acks: list[bytes] = []
+        self._news = 0.0  # when a control packet last brought new envelopes
+        self._repeated = False  # whether the other side retransmits what is here already: it needs an ack
+        self.token = self.welcome = b""  # server: the worker's request for this session, and the answer to it
 
     # Out
 
-    def open_to_peer(self) -> None:
-        """Tell the other side that its datagrams arrive."""
-        self._opened = True
+    def announce_open(self) -> None:
+        """Tell the other side that its packets arrive."""
+        self._announce_open = True
 
-    def has_words(self, now: float) -> bool:
-        """Whether anything but datagrams of messages may have to leave now."""
-        if self._reports or self._opened or self._repeated or self._out.pressing:
+    def has_control(self, now: float) -> bool:
+        """Return whether anything but packets of messages may have to be sent now."""
+        if self._acks or self._announce_open or self._repeated or self._out.has_payload:
             return True
-        return self._out.waiting and (self._level > 0 or now >= self._out.since + self._patience(now)[1])
+        return self._out.waiting and (self._loss_level > 0 or now >= self._out.oldest + self._tcp_delays(now)[1])
 
     @property
     def gaps(self) -> int:
-        """How often what the other side sent was lost for good."""
+        """How often something that the other side sent was lost for good."""
         return self._in.gaps
 
     @property
     def has_news(self) -> bool:
-        """Whether anything came that `ready` has not handed over."""
-        return bool(self.gathering.open) or self._in.waiting
+        """Whether anything has arrived that `deliver` has not returned."""
+        return bool(self.reassembly.open) or self._in.waiting
 
-    def put(self, kind: Kind, parts: Sequence[Buffer]) -> None:
-        """Queue a message for the reliable way."""
-        reports, self._reports = b"".join(self._reports), []
-        self._out.put(kind, parts, reports)
+    def put(self, kind: EnvelopeKind, parts: Sequence[Buffer]) -> None:
+        """Queue a message that must arrive; waiting acks travel with it."""
+        acks, self._acks = b"".join(self._acks), []
+        self._out.put(kind, parts, acks)
 
-    def drain(self, *, all_of_it: bool = False) -> list[list[Buffer]]:
-        """What the reliable way takes now; reports that found no message to go with go alone."""
-        if self._reports:
-            self.put(Kind.REPORT, [])
+    def drain(self, *, everything: bool = False) -> list[list[Buffer]]:
+        """Return the messages to send over TCP now; acks that no message took along are sent alone."""
+        if self._acks:
+            self.put(EnvelopeKind.ACK, [])
         now = time.monotonic()
-        patience, words = (0.0, 0.0) if all_of_it else self._patience(now)
-        found = self._out.drain(self._in.due, now - patience, now - words)
-        if self._opened:
-            self._opened = False
-            found.insert(0, Envelope(Kind.OPEN, self.session, 0, []).as_parts())
+        delay, end_delay = (0.0, 0.0) if everything else self._tcp_delays(now)
+        found = self._out.drain(self._in.expected, now - delay, now - end_delay)
+        if self._announce_open:
+            self._announce_open = False
+            found.insert(0, Envelope(EnvelopeKind.OPEN, self.number, 0, []).as_parts())
         return found
 
-    def _patience(self, now: float) -> tuple[float, float]:
-        """Seconds for which envelopes wait before they go the reliable way, and words with nothing behind them."""
+    def _tcp_delays(self, now: float) -> tuple[float, float]:
+        """Return the seconds for which envelopes wait before they go over TCP, and those for end markers alone."""
         if self._copies(now):
-            return _PATIENCE, _PATIENCE
-        return 0.0, 0.0 if self._level or not self.can_send(now) else _WORDS
+            return _TCP_DELAY, _TCP_DELAY
+        return 0.0, 0.0 if self._loss_level or not self.can_send(now) else _END_DELAY
 
     def _copies(self, now: float) -> int:
-        """How often a short envelope is sent as a datagram."""
-        return self._level if self._level and self.can_send(now) else 0
+        """Return in how many control packets a short envelope is sent."""
+        return self._loss_level if self._loss_level and self.can_send(now) else 0
 
-    def express(self, now: float) -> tuple[list[bytes], float]:
-        """Datagrams of short envelopes to send now, if the path loses packets, and the seconds until more are due."""
+    def control_packets(self, now: float) -> tuple[list[bytes], float]:
+        """Return the control packets to send now, if the network loses packets, and the seconds until more are due."""
         copies = self._copies(now)
         if not copies:
             self._repeated = False
             self._out.forget_short()
-            return [], 3600.0
-        groups, pause = self._out.express(now, _TRIPS * self.pacer.trip + _GRAIN, fresh=copies)
+            return [], _NEVER
+        retransmit = _RETRANSMIT_RTTS * self.sender.pacer.rtt + _GRANULARITY
+        groups, pause = self._out.control_records(now, retransmit, copies=copies)
         if not groups and self._repeated:
             groups = [[]]
         self._repeated = False
-        return [self.sealer.seal(pack_control(self._in.due, group)) for group in groups], pause
+        return [self.encryptor.encrypt(pack_control(self._in.expected, group)) for group in groups], pause
 
     def can_send(self, now: float) -> bool:
-        """Whether datagrams are worth trying."""
-        return self.address is not None and now >= self.dispatch.rests_until
+        """Return whether packets may be tried."""
+        return self.address is not None and now >= self.sender.blocked_until
 
     def submit(self, head: bytes, pieces: Sequence[Buffer]) -> int:
-        """Queue a message in pieces for the pacer; returns its ticket."""
-        number = self._out.hold()
-        self.dispatch.submit(number, head, pieces)
+        """Queue a message in pieces for the pacer; return its ticket."""
+        number = self._out.reserve()
+        self.sender.submit(number, head, pieces)
         return number
 
-    def pump(self, send: Callable[[Iterable[bytes]], None]) -> float:
-        """Let leave what may; returns the seconds until more may."""
-        while self.queue:
-            sending, count, delay = self.dispatch.next(time.monotonic())
+    def send_due(self, send: Callable[[Iterable[bytes]], None]) -> float:
+        """Send the packets of messages that the pacer allows; return the seconds until it allows more."""
+        while self.sender.queue:
+            message, count, delay = self.sender.next(time.monotonic())
             if not count:
                 return delay
-            datagrams = self.sealer.seal_all(sending.packed(count))
-            send(datagrams)
-            if self.dispatch.left(sending, count, sum(map(len, datagrams)), time.monotonic()):
-                self._out.release(sending.number, sending.word())
-        return 3600.0
+            packets = self.encryptor.encrypt_all(message.packet_contents(count))
+            send(packets)
+            if self.sender.on_sent(message, count, sum(map(len, packets)), time.monotonic()):
+                self._out.release(message.number, message.end_marker())
+        return _NEVER
 
     # In
 
-    def take(self, envelope: Envelope, *, reliable: bool) -> bool:
-        """An envelope of this session, by either way; whether it is news."""
-        if envelope.kind is Kind.BATCH:
-            self._out.acknowledge(envelope.number)
-            records = read_records(self.session, envelope.parts[0] if envelope.parts else b"")
-            return any([self.take(each, reliable=reliable) for each in records])
-        if not self._in.arrive(envelope, reliable=reliable):
+    def receive_envelope(self, envelope: Envelope, *, reliable: bool) -> bool:
+        """Add an envelope of this session from either channel; return whether it is new."""
+        if envelope.kind is EnvelopeKind.BATCH:
+            self._out.on_ack(envelope.number)
+            records = read_records(self.number, envelope.parts[0] if envelope.parts else b"")
+            return any([self.receive_envelope(each, reliable=reliable) for each in records])
+        if not self._in.add(envelope, reliable=reliable):
             return False
-        if envelope.kind is Kind.WORD:  # the deadline runs from now, even if it is not its turn yet
-            self.gathering.end(*read_end(envelope.parts[0]), time.monotonic())
+        if envelope.kind is EnvelopeKind.END:  # start the loss timer now, even if earlier envelopes are missing
+            self.reassembly.end(*read_end(envelope.parts[0]), time.monotonic())
         return True
 
-    def take_control(self, due: int, envelopes: list[Envelope]) -> bool:
-        """A datagram of short envelopes; whether any is news."""
-        self._out.acknowledge(due)
-        news = any([self.take(each, reliable=False) for each in envelopes])
+    def receive_control(self, expected: int, envelopes: list[Envelope]) -> bool:
+        """Add the envelopes of a control packet; return whether any is new."""
+        self._out.on_ack(expected)
+        news = any([self.receive_envelope(each, reliable=False) for each in envelopes])
         now = time.monotonic()
         if news:
             self._news = now
-        # Copies come together; what comes again later was not answered.
-        self._repeated |= bool(envelopes) and now - self._news > _GRAIN
+        # Copies arrive together. An envelope that comes again later is a retransmission, so its ack was lost.
+        self._repeated |= bool(envelopes) and now - self._news > _GRANULARITY
         return news
 
-    def take_pieces(self, group: Group) -> bool:
-        """Datagrams of a message; whether the message is complete and in turn."""
+    def receive_pieces(self, group: PacketGroup) -> bool:
+        """Add packets of a message; return whether the message is complete and can be delivered."""
         message = group[0]
-        if not self._in.due <= message <= self._in.due + AHEAD and not self.gathering.knows(message):
+        if not self._in.expected <= message <= self._in.expected + AHEAD and not self.reassembly.was_closed(message):
             return False
         if self._shares is not None:
-            self._shares.note(self.session, self.mtu * len(group[3]), group[-1])
-        return self.gathering.add(group) and message == self._in.due
+            self._shares.on_packets(self.number, self.mtu * len(group[3]), group[-1])
+        return self.reassembly.add(group) and message == self._in.expected
 
-    def ready(self, now: float) -> tuple[list[list[Buffer]], list[Outcome]]:
-        """Messages, and what became of ours, that are in turn now."""
+    def deliver(self, now: float) -> tuple[list[list[Buffer]], list[Lost]]:
+        """Return the messages that can be delivered in order, and what acks tell of messages that were sent."""
         found: list[list[Buffer]] = []
-        outcomes: list[Outcome] = []
-        gathered = self.gathering.open
-        while gathered or self._in.waiting:
-            message = gathered.get(self._in.due)
-            if message is not None and message.whole:  # it needs no last word
-                found.append(self.close(message, now))
+        lost: list[Lost] = []
+        partial = self.reassembly.open
+        while partial or self._in.waiting:
+            message = partial.get(self._in.expected)
+            if message is not None and message.complete:  # it needs no end marker
+                found.append(self._finish(message, now))
             elif (envelope := self._in.current()) is None:
                 break
-            elif envelope.kind is Kind.WORD:
-                message = self.gathering.end(*read_end(envelope.parts[0]), now)
+            elif envelope.kind is EnvelopeKind.END:
+                message = self.reassembly.end(*read_end(envelope.parts[0]), now)
                 if message is not None:
-                    if not message.whole and now < self._gives_up(message):
+                    if not message.complete and now < self._gives_up(message):
                         break
-                    found.append(self.close(message, now))
+                    found.append(self._finish(message, now))
             else:
-                if envelope.kind is not Kind.REPORT:
+                if envelope.kind is not EnvelopeKind.ACK:
                     found.append(list(envelope.parts))
-                if len(envelope.reports):
-                    learned = (self.dispatch.learn(report, now) for report in self._in.reports())
-                    outcomes += [outcome for outcome in learned if outcome is not None]
-                    self._level = sum(self.pacer.loss > bar for bar in _COPIES)
+                if len(envelope.acks):
+                    lost += [(ack.message, ack.lost) for ack in self._in.acks() if self.sender.on_ack(ack, now)]
+                    self._loss_level = sum(self.sender.pacer.loss > bar for bar in _COPIES)
             self._in.advance()
-        return found, outcomes
+        return found, lost
 
-    def close(self, message: Message, now: float) -> list[Buffer]:
-        """A message as far as it has come; the sender will be told."""
-        self.gathering.close(message.number)
-        lost = frozenset() if message.whole else frozenset(range(message.count)) - message.pieces.keys()
-        hold = now - message.last if message.pieces else 0.0
-        span, grant = message.stamps[1] - message.stamps[0], 0
+    def _finish(self, message: PartialMessage, now: float) -> list[Buffer]:
+        """Close a message, queue its ack and return what has arrived of it."""
+        self.reassembly.close(message.number)
+        lost = frozenset() if message.complete else frozenset(range(message.count)) - message.pieces.keys()
+        delay = now - message.last if message.pieces else 0.0
+        span, share = message.stamps[1] - message.stamps[0], 0
         if self._shares is not None and message.pieces:
-            self._shares.learn(message.queue, len(lost) / message.count)
-            grant = self._shares.grant(message.stamps[1])
-        self._reports.append(Report(message.number, message.count, lost, hold, message.queue, span, grant).pack())
-        total = sum(map(len, message.pieces.values())) if message.whole else message.total
+            self._shares.on_message(message.queue, len(lost) / message.count)
+            share = self._shares.share(message.stamps[1])
+        self._acks.append(MessageAck(message.number, message.count, lost, delay, message.queue, span, share).pack())
+        total = sum(map(len, message.pieces.values())) if message.complete else message.total
         return [message.head, pack(message.count, total, sorted(message.pieces.items()), reported=True)]
 
-    def _gives_up(self, message: Message) -> float:
-        return (message.ended or 0.0) + self.gathering.lateness.wait
+    def _gives_up(self, message: PartialMessage) -> float:
+        return (message.ended or 0.0) + self.reassembly.loss_timer.timeout
 
     def deadline(self, now: float) -> float:
-        """When a message that holds up the others is given up on, or an envelope must go the reliable way."""
-        message = self.gathering.open.get(self._in.due)
+        """Return when the next message's missing packets count as lost, or an envelope must go over TCP."""
+        message = self.reassembly.open.get(self._in.expected)
         gives_up = math.inf if message is None or message.ended is None else self._gives_up(message)
-        since = self._out.since
-        return gives_up if since == math.inf else min(gives_up, since + self._patience(now)[1])
+        oldest = self._out.oldest
+        return gives_up if oldest == math.inf else min(gives_up, oldest + self._tcp_delays(now)[1])
 
-    def arriving(self, now: float) -> float:
-        """Seconds until the rest of the message in turn should be there; 0 if nothing of it comes now.
+    def time_to_complete(self, now: float) -> float:
+        """Return the seconds until the rest of the next message should be here; 0 if none of it is arriving.
 
-        Coming for each datagram costs more than to read all of them at once.
+        To wake up for each packet costs more than to read them together.
         """
-        message = self.gathering.open.get(self._in.due)
-        if message is None or not message.pieces or message.whole or message.ended is not None:
+        message = self.reassembly.open.get(self._in.expected)
+        if message is None or not message.pieces or message.complete or message.ended is not None:
             return 0.0
         there = len(message.pieces)
-        apart = (message.stamps[1] - message.stamps[0]) / (there - 1) if there > 1 else _APART
-        if now - message.last > max(_SILENCE, 4 * apart):
+        interval = (message.stamps[1] - message.stamps[0]) / (there - 1) if there > 1 else _INTERVAL
+        if now - message.last > max(_SILENCE, 4 * interval):
             return 0.0
-        return min(max(apart * (message.count - there), _APART), _NAP)
+        return min(max(interval * (message.count - there), _INTERVAL), _SLEEP)
 
     def clear(self) -> None:
-        """Forget what is under way to a peer that is gone."""
-        self.dispatch.clear()
+        """Drop what is in flight to a peer that is gone."""
+        self.sender.clear()
         self._out.clear()

@@ -1,11 +1,13 @@
-"""Engine: a socket for datagrams, and the thread that lets them leave as fast as the pacers say.
+"""The UDP socket of a process: the thread that sends packets at the rate of the pacers, and the receive side.
 
-A socket's buffer holds a few milliseconds of traffic: whoever computes cannot also read it in time.
+The thread also reads the socket while its owner computes, because the socket's buffer holds only a few milliseconds of
+traffic.
 """
 
 import contextlib
 import errno
 import logging
+import math
 import select
 import socket
 import struct
@@ -17,272 +19,301 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from thinwire import _native
 from thinwire.errors import TransportError
-from thinwire.transport.limits import LARGEST_DATAGRAM
+from thinwire.transport.base import Buffer
+from thinwire.transport.limits import LARGEST_PACKET
 from thinwire.transport.udp.congestion import SPAN
-from thinwire.transport.udp.packet import CONTROL, DATA, OVERHEAD, PREFIX, PROBE, Split, read_control, split
-from thinwire.transport.udp.session import Address, Path
-
-_DATA = bytes([DATA])
-
-
-class Intake:
-    """Takes datagrams in for some paths, by session; counts what makes no sense.
-
-    finds: whether a datagram tells where its sender is, as a server must learn.
-    """
-
-    def __init__(self, paths: Mapping[int, Path], counts: Counter[str], *, finds: bool) -> None:
-        self._paths, self._counts, self._finds = paths, counts, finds
-
-    def take(self, datagrams: Sequence[tuple[Split, bytes, float]]) -> bool:
-        """Datagrams, who sent them and when they came; True if their owner has something to do.
-
-        Pieces of one path that came one after the other are read together.
-        """
-        news = False
-        run: Path | None = None
-        plains: list[bytes] = []
-        stamps: list[float] = []
-        for datagram, origin, stamp in datagrams:
-            path = self._paths.get(datagram[0])
-            if path is None:
-                self._counts["foreign"] += 1
-                continue
-            plain = path.opener.open(datagram)
-            if plain is None:
-                continue
-            if self._finds and path.origin != origin:
-                news |= _found(path, origin)
-            if plain[:1] != _DATA:
-                if path is run:  # a word on pieces that came before it
-                    news |= self._take_pieces(run, plains, stamps)
-                    run = None
-                news |= self._take_other(path, plain)
-                continue
-            if path is not run:
-                news |= self._take_pieces(run, plains, stamps)
-                run, plains, stamps = path, [], []
-            plains.append(plain)
-            stamps.append(stamp)
-        return self._take_pieces(run, plains, stamps) or news
-
-    def _take_pieces(self, path: Path | None, plains: list[bytes], stamps: list[float]) -> bool:
-        if path is None:
-            return False
-        groups, broken = _native.read_data(plains, stamps, SPAN)
-        if broken:
-            self._counts["broken"] += broken
-        return any([path.take_pieces(group) for group in groups])
-
-    def _take_other(self, path: Path, plain: bytes) -> bool:
-        try:
-            if plain[0] == CONTROL:
-                return path.take_control(*read_control(path.session, plain))
-            if plain[0] != PROBE:
-                raise TransportError("a datagram of a kind that there is not")
-        except (TransportError, struct.error, IndexError):
-            self._counts["broken"] += 1
-        return False
-
-
-def _found(path: Path, origin: bytes) -> bool:
-    """A sender is there; whether it was unknown before."""
-    first, path.origin, path.address = path.address is None, origin, _native.address_of(origin)
-    if first:
-        path.open_to_peer()
-    return first
-
+from thinwire.transport.udp.packet import (
+    CONTROL,
+    DATA,
+    OVERHEAD,
+    PREFIX,
+    PROBE,
+    SplitPacket,
+    read_control,
+    split_packet,
+)
+from thinwire.transport.udp.session import Address, UdpSession
 
 log = logging.getLogger("thinwire.transport")
 
-# Datagrams that are read before others get a turn.
+_DATA = bytes([DATA])
+# Packets that are read before the lock is released.
 _AT_ONCE = 128
-_BUFFER = 1 << 22
-# The owner reads datagrams itself while it waits. Seconds after which this thread does, because the owner computes.
-_OWNERS = 0.008
-# The kernel's own time of arrival (SO_TIMESTAMPNS): a reader that comes late must not look like a queue.
-_STAMP = 35
-# Datagrams of one length that the kernel takes by one call and parts itself (UDP_SEGMENT, 64 of them at the most).
+_BUFFER_BYTES = 1 << 22
+# The owner reads packets itself while it polls. After so many seconds this thread does, because the owner computes.
+_OWNER_SECONDS = 0.008
+# SO_TIMESTAMPNS: the kernel notes when a packet arrives, so that a late reader does not look like a queue.
+_TIMESTAMP = 35
+# UDP_SEGMENT: the kernel takes packets of equal length by one call, at most 64, and splits them itself.
 _SEGMENT, _SEGMENT_SIZE = 103, struct.Struct("@H")
 _SEGMENTS, _SEGMENTS_BYTES = 64, 65_000
-# Seconds between signs of life: until the server has seen one, and after it.
-_PROBE, _ALIVE = 0.25, 5.0
+# Seconds between a worker's probes: until the server has received one, and after that.
+_PROBE_SECONDS, _KEEPALIVE_SECONDS = 0.25, 5.0
 
 
 def open_socket(family: int) -> socket.socket:
-    """A socket for datagrams, with room for what comes while nobody reads."""
+    """Open a UDP socket with large buffers."""
     sock = socket.socket(family, socket.SOCK_DGRAM)
     for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
     return sock
 
 
-class Engine(threading.Thread):
-    """One UDP socket with the paths that use it. `lock` guards everything that paths hold."""
+class PacketReceiver:
+    """Decrypts packets and hands them to their sessions; counts malformed packets and those of unknown sessions.
 
-    def __init__(self, sock: socket.socket, wake: Callable[[], None], *, probes: bool) -> None:
-        super().__init__(name="thinwire-datagrams", daemon=True)
+    server: learn from packets where their senders are.
+    """
+
+    def __init__(self, sessions: Mapping[int, UdpSession], rejected: Counter[str], *, server: bool) -> None:
+        self._sessions, self._rejected, self._server = sessions, rejected, server
+
+    def receive(self, packets: Sequence[tuple[SplitPacket, bytes, float]]) -> bool:
+        """Take packets, with their senders and times of arrival; return whether a session has something to deliver.
+
+        Consecutive pieces of one session are parsed together, by one native call.
+        """
+        news = False
+        run: UdpSession | None = None
+        contents: list[bytes] = []
+        stamps: list[float] = []
+        for packet, origin, stamp in packets:
+            session = self._sessions.get(packet[0])
+            if session is None:
+                self._rejected["foreign"] += 1
+                continue
+            plain = session.decryptor.decrypt(packet)
+            if plain is None:
+                continue
+            if self._server and session.origin != origin:
+                news |= _learn_address(session, origin)
+            if plain[:1] != _DATA:
+                if session is run:  # it may be about the pieces that came before it
+                    news |= self._receive_pieces(run, contents, stamps)
+                    run = None
+                news |= self._receive_other(session, plain)
+                continue
+            if session is not run:
+                news |= self._receive_pieces(run, contents, stamps)
+                run, contents, stamps = session, [], []
+            contents.append(plain)
+            stamps.append(stamp)
+        return self._receive_pieces(run, contents, stamps) or news
+
+    def _receive_pieces(self, session: UdpSession | None, contents: list[bytes], stamps: list[float]) -> bool:
+        if session is None:
+            return False
+        groups, broken = _native.read_data(contents, stamps, SPAN)
+        if broken:
+            self._rejected["broken"] += broken
+        return any([session.receive_pieces(group) for group in groups])
+
+    def _receive_other(self, session: UdpSession, plain: bytes) -> bool:
+        try:
+            if plain[0] == CONTROL:
+                return session.receive_control(*read_control(session.number, plain))
+            if plain[0] != PROBE:
+                raise TransportError(f"a packet has the unknown kind {plain[0]}")
+        except (TransportError, struct.error, IndexError):
+            self._rejected["broken"] += 1
+        return False
+
+
+def _learn_address(session: UdpSession, origin: bytes) -> bool:
+    """Note where a session's peer is; return whether that was unknown before."""
+    first, session.origin, session.address = session.address is None, origin, _native.address_of(origin)
+    if first:
+        session.announce_open()
+    return first
+
+
+class SocketThread(threading.Thread):
+    """The UDP socket of one process and its sessions. `lock` guards the state of all sessions.
+
+    notify: called when the owner has something to do.
+    server: the socket is not connected and sends to the address of each session. A worker's socket is connected, and
+    probes the server.
+    """
+
+    def __init__(self, sock: socket.socket, notify: Callable[[], None], *, server: bool) -> None:
+        super().__init__(name="thinwire-udp", daemon=True)
         sock.setblocking(False)
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, _STAMP, 1)
-        self._socket, self._wake, self._probes = sock, wake, probes
+            sock.setsockopt(socket.SOL_SOCKET, _TIMESTAMP, 1)
+        self._socket, self._notify, self._server = sock, notify, server
         self._segments = _can_segment(sock)
         self.lock = threading.RLock()
-        self.paths: dict[int, Path] = {}
-        self.counts: Counter[str] = Counter()
-        self._intake = Intake(self.paths, self.counts, finds=not probes)
-        self._poked, self._poker = socket.socketpair()
-        self._poked.setblocking(False)
-        self._poker.setblocking(False)
+        self.sessions: dict[int, UdpSession] = {}
+        self.rejected: Counter[str] = Counter()
+        self._receiver = PacketReceiver(self.sessions, self.rejected, server=server)
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
         self._probed = self._sleeps_until = 0.0
-        self.more = False  # whether the last `receive` left datagrams where they were
+        self._more = False  # whether the last `receive` left packets unread
         self._ending = False
 
     def run(self) -> None:
-        waiting, poked = select.poll(), select.poll()
-        waiting.register(self._socket, select.POLLIN)
-        for each in (waiting, poked):
-            each.register(self._poked, select.POLLIN)
+        packet_or_wake, wake_only = select.poll(), select.poll()
+        packet_or_wake.register(self._socket, select.POLLIN)
+        for each in (packet_or_wake, wake_only):
+            each.register(self._woken, select.POLLIN)
         while not self._ending:
             try:
-                pause = min(self.pump_all(), 0.25)
+                pause = min(self.send_all_due(), 0.25)
                 self._sleeps_until = time.monotonic() + pause
-                ready = waiting.poll(1000 * pause)
+                ready = packet_or_wake.poll(1000 * pause)
                 if ready and ready[0][0] == self._socket.fileno():
-                    poked.poll(1000 * min(_OWNERS, pause))
+                    wake_only.poll(1000 * min(_OWNER_SECONDS, pause))
                 with contextlib.suppress(OSError):
-                    self._poked.recv(4096)
+                    self._woken.recv(4096)
                 if self.receive():
-                    self._wake()
-            except Exception:  # without this thread nothing moves any more
-                log.exception("the thread that sends and reads datagrams goes on after an error")
+                    self._notify()
+            except Exception:  # without this thread no packet is sent any more
+                log.exception("The thread of the UDP socket continues after an error")
                 time.sleep(0.1)
 
     def fileno(self) -> int:
-        """Of the socket, to wait for datagrams."""
+        """Return the socket's file descriptor, to wait for packets."""
         return self._socket.fileno()
 
     def close(self) -> None:
         """End the thread and close the socket."""
         if not self._ending:
             self._ending = True
-            self.poke()
+            self.wake()
         if self.is_alive():
             self.join(5.0)
-        for each in (self._socket, self._poked, self._poker):
+        for each in (self._socket, self._woken, self._waker):
             each.close()
+
+    def wake(self) -> None:
+        """Wake the thread, because there is something new to send."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
 
     # Out
 
-    def transmit(self, path: Path, datagrams: Iterable[bytes]) -> None:
-        """Send without waiting; what does not fit in the kernel's queue is lost like anything else."""
-        if path.address is None and not self._probes:
-            return  # nobody knows where to
-        there = (path.address,) if path.address is not None and not self._probes else ()
-        send = self._socket.sendto if there else self._socket.send
-        for run in _runs(datagrams):
-            if len(run) > 1 and self._segments and path.batches and self._send_together(path, run, there):
+    def send_packets(self, session: UdpSession, packets: Iterable[bytes]) -> None:
+        """Send without waiting. A packet that does not fit into the kernel's queue is lost, as on the network."""
+        if session.address is None and self._server:
+            return  # the peer's address is unknown
+        to = (session.address,) if session.address is not None and self._server else ()
+        send = self._socket.sendto if to else self._socket.send
+        for run in _equal_runs(packets):
+            if len(run) > 1 and self._segments and session.segments and self._send_segments(session, run, to):
                 continue
-            for datagram in run:
+            for packet in run:
                 with contextlib.suppress(OSError):
-                    send(datagram, *there)
+                    send(packet, *to)
 
-    def _send_together(self, path: Path, run: Sequence[bytes], there: Sequence[Address]) -> bool:
-        """Send datagrams of one length, but for the last, by one call; False if none of them has left."""
+    def _send_segments(self, session: UdpSession, run: Sequence[bytes], to: Sequence[Address]) -> bool:
+        """Send packets of equal length by one call, the last may be shorter; return False if none has left."""
         size = _SEGMENT_SIZE.pack(len(run[0]))
         try:
-            self._socket.sendmsg(run, [(socket.IPPROTO_UDP, _SEGMENT, size)], 0, *there)
+            self._socket.sendmsg(run, [(socket.IPPROTO_UDP, _SEGMENT, size)], 0, *to)
         except BlockingIOError:
-            pass  # no room: lost
+            pass  # there is no room: the packets are lost
         except OSError as error:
-            # Devices without checksums, tunnels and narrow paths do without. A port that was closed is no such thing.
-            path.batches = error.errno not in (errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP)
+            # Devices without checksum offload, tunnels and routes with a small MTU do not support it. Other errors,
+            # such as an answer that a port is closed, do not mean that.
+            session.segments = error.errno not in (errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.EOPNOTSUPP)
             return False
         return True
 
-    def pump(self, path: Path) -> tuple[float, bool]:
-        """Let leave what may; returns the seconds until more may, and whether a message's last word may be said."""
+    def send_due(self, session: UdpSession) -> tuple[float, bool]:
+        """Send what a session may send now; return the seconds until more may, and whether a message was finished."""
         with self.lock:
-            waiting = len(path.queue)
-            delay = path.pump(lambda datagrams: self.transmit(path, datagrams))
-            return min(delay, self.express(path)), len(path.queue) < waiting
+            waiting = len(session.sender.queue)
+            delay = session.send_due(lambda packets: self.send_packets(session, packets))
+            return min(delay, self._send_control(session)), len(session.sender.queue) < waiting
 
-    def express(self, path: Path) -> float:
-        """Send short envelopes as datagrams where that is worth it; returns the seconds until it is again."""
+    def _send_control(self, session: UdpSession) -> float:
+        """Send the control packets that are due; return the seconds until more are."""
         now = time.monotonic()
-        datagrams, pause = path.express(now)
-        if datagrams:
-            self.transmit(path, datagrams)
-        path.express_at = now + pause
+        packets, pause = session.control_packets(now)
+        if packets:
+            self.send_packets(session, packets)
+        session.control_due = now + pause
         return pause
 
-    def pump_all(self) -> float:
-        """One round over all paths that have anything to send; returns the seconds until the next is due."""
+    def drain(self, session: UdpSession, *, everything: bool = False) -> list[list[Buffer]]:
+        """Send a session's control packets and return the messages to send over TCP now."""
+        with self.lock:
+            if not everything and not session.has_control(time.monotonic()):
+                return []
+            messages = session.drain(everything=everything)
+            self._send_control(session)
+        if session.control_due < self._sleeps_until - 0.002:
+            self.wake()
+        return messages
+
+    def send_all_due(self) -> float:
+        """Send what all sessions may send now; return the seconds until more may."""
         now = time.monotonic()
         with self.lock:
-            paths = list(self.paths.values())
-            rounds = [self.pump(path) for path in paths if path.queue or now >= path.express_at]
-        if any(ended for _, ended in rounds):
-            self._wake()
-        if self._probes:
-            for path in paths:
-                self._probe(path)
-        later = [path.express_at - now for path in paths]
+            sessions = list(self.sessions.values())
+            rounds = [self.send_due(each) for each in sessions if each.sender.queue or now >= each.control_due]
+        if any(finished for _, finished in rounds):
+            self._notify()
+        if not self._server:
+            for session in sessions:
+                self._probe(session)
+        later = [session.control_due - now for session in sessions]
         return max(0.0, min([*(delay for delay, _ in rounds), *later], default=3600.0))
 
-    def poke(self) -> None:
-        """Something new waits to leave."""
-        with contextlib.suppress(OSError):
-            self._poker.send(b"\0")
-
-    def poke_before(self, moment: float) -> None:
-        """Something must be looked after at that time: wake the thread if it would sleep for longer."""
-        if moment < self._sleeps_until - 0.002:
-            self.poke()
-
-    def _probe(self, path: Path) -> None:
-        """A datagram of full size: it tells the server where we are, and proves that such datagrams pass."""
+    def _probe(self, session: UdpSession) -> None:
+        """Send a probe of full size if due: it tells the server where this worker is, and that such packets arrive."""
         now = time.monotonic()
-        if now - self._probed > (_PROBE if path.address is None else _ALIVE):
+        if now - self._probed > (_PROBE_SECONDS if session.address is None else _KEEPALIVE_SECONDS):
             self._probed = now
             with self.lock:
-                self.transmit(path, [path.sealer.seal(bytes([PROBE]) + bytes(path.mtu - OVERHEAD - 1))])
+                contents = bytes([PROBE]) + bytes(session.mtu - OVERHEAD - 1)
+                self.send_packets(session, [session.encryptor.encrypt(contents)])
 
     # In
 
     def receive(self) -> bool:
-        """Read what has come; True if the owner has something to do."""
+        """Read packets from the socket; return whether the owner has something to do."""
         with self.lock:
             found, truncated, foreign = _native.receive_datagrams(
-                self._socket.fileno(), _AT_ONCE, LARGEST_DATAGRAM, PREFIX, OVERHEAD
+                self._socket.fileno(), _AT_ONCE, LARGEST_PACKET, PREFIX, OVERHEAD
             )
-            self.more = len(found) + truncated + foreign == _AT_ONCE
-            news = self._intake.take(found)
+            self._more = len(found) + truncated + foreign == _AT_ONCE
+            news = self._receiver.receive(found)
             if truncated or foreign:
-                self.counts.update(truncated=truncated, foreign=foreign)
+                self.rejected.update(truncated=truncated, foreign=foreign)
         return news
 
+    def inject(self, packet: bytes, origin: bytes, stamp: float) -> bool:
+        """Receive a packet as if it had been read from the socket; for tests and benchmarks."""
+        parts = split_packet(packet)
+        if parts is None:
+            self.rejected["truncated" if len(packet) < OVERHEAD else "foreign"] += 1
+        return parts is not None and self._receiver.receive([(parts, origin, stamp)])
+
+    def time_to_deadline(self) -> float:
+        """Return the seconds until the owner must look after a session even if nothing arrives."""
+        now = time.monotonic()
+        with self.lock:
+            deadline = min((session.deadline(now) for session in self.sessions.values()), default=math.inf)
+        return max(0.0, deadline - now)
+
     def sleep_while_arriving(self) -> bool:
-        """Sleep until the rest of a message that comes in should be there; False, at once, if none does."""
-        if self.more:
+        """Sleep until the rest of a message that is arriving should be here; return False at once if none is."""
+        if self._more:
             return False
         now = time.monotonic()
         with self.lock:
-            pause = min(filter(None, (path.arriving(now) for path in self.paths.values())), default=0.0)
+            pauses = [session.time_to_complete(now) for session in self.sessions.values()]
+        pause = min(filter(None, pauses), default=0.0)
         if pause:
             time.sleep(pause)
         return pause > 0
 
-    def take(self, datagram: bytes, origin: bytes, stamp: float) -> bool:
-        """As if it had been read from the socket: for tests and benchmarks."""
-        parts = split(datagram)
-        if parts is None:
-            self.counts["truncated" if len(datagram) < OVERHEAD else "foreign"] += 1
-        return parts is not None and self._intake.take([(parts, origin, stamp)])
-
 
 def _can_segment(sock: socket.socket) -> bool:
-    """Whether the kernel parts a long buffer into datagrams. One that does not would send it as it is."""
+    """Return whether the kernel splits a buffer into packets. One that cannot would send it as one packet."""
     if sys.platform != "linux":
         return False
     try:
@@ -292,15 +323,15 @@ def _can_segment(sock: socket.socket) -> bool:
     return True
 
 
-def _runs(datagrams: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Datagrams in their order, those of one length together; the last of a run may be shorter."""
+def _equal_runs(packets: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Yield packets in their order, those of equal length together; the last of a run may be shorter."""
     run: list[bytes] = []
-    for datagram in datagrams:
+    for packet in packets:
         size = len(run[0]) if run else 0
         full = len(run) == _SEGMENTS or (len(run) + 1) * size > _SEGMENTS_BYTES
-        if run and (full or len(run[-1]) != size or len(datagram) > size):
+        if run and (full or len(run[-1]) != size or len(packet) > size):
             yield run
             run = []
-        run.append(datagram)
+        run.append(packet)
     if run:
         yield run
