@@ -171,6 +171,29 @@ def test_autocast(cluster: Cluster) -> None:
     assert first == second
 
 
+def compiled(rank: int, after: bool) -> tuple[list[int], int]:
+    """torch.compile around the DDP model, before or after attaching; one inside DDP as well."""
+    # Dynamo wants buckets of at least 1 MB, and the test more than one of them.
+    torch.manual_seed(0)
+    net = jobs.Net(512)
+    inside = torch.compile(jobs.Net(512), backend="aot_eager")
+    models, digests, steps = [DDP(each, bucket_cap_mb=1) for each in (net, inside)], [], 0
+    for model in models:
+        outside = torch.compile(model, backend="aot_eager")
+        link = tw.attach(model if after else outside, 0.05)  # type: ignore[arg-type]
+        jobs.train(outside, rank, range(4), torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+        steps += link.stats()["steps"]
+        link.detach()
+        digests += jobs.digest(model)
+    return digests, steps
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["attach-then-compile", "compile-then-attach"])
+def test_compiled_models(cluster: Cluster, after: bool) -> None:
+    first, second = cluster.run(compiled, 2, after)
+    assert first == second and first[1] == 8
+
+
 def subgroup(rank: int) -> list[int] | None:
     """A model on ranks 1 and 2 of three."""
     group = torch.distributed.new_group([1, 2])

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.codec.encode import Placed
 from thinwire.errors import LinkError
 from thinwire.link.assembly import LinkOptions, open_link, open_local_link
-from thinwire.link.link import Link
-from thinwire.link.thread import Job
+from thinwire.link.link import Job, Link
 
 
 def attach_ddp(

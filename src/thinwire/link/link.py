@@ -5,9 +5,12 @@ order of submission, which is the same on every rank, while the backward pass go
 """
 
 import math
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
 from typing import Any, Protocol
@@ -22,16 +25,49 @@ from thinwire.codec.selection import Selection
 from thinwire.codec.vectors import plain
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
-from thinwire.exchange.channel import Channel, check_replicas
+from thinwire.exchange.channel import Channel, check_replicas, describe_failure
 from thinwire.link.diagnosis import Diagnosis
 from thinwire.link.diagnostics import Diagnostics, agree_on_every
 from thinwire.link.rescale import ResidualUnits
 from thinwire.link.state import STATE_VERSION, load_link_state, mean_link_state, without_unknown
 from thinwire.link.stats import Counters, Stats
-from thinwire.link.thread import Future, Job, LinkThread, describe_failure, value_or_error
+from thinwire.tune import forecast
 
+Future = torch.futures.Future[Any]
 # Averages a flat buffer in place without the link: (buffer, bytes per element on the wire) -> future of the buffer.
 AllReduce = Callable[[Tensor, int], Future]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One bucket that a hook submits. Its tensors are flat views of the buffer, which receives the mean."""
+
+    buffer: Tensor
+    tensors: Mapping[str, Tensor]
+    first: bool  # whether the step begins with it
+    last: bool  # whether the step ends with it
+    ready: Callable[[], None] = lambda: None  # returns when a GPU has computed the tensors
+
+    @property
+    def in_place(self) -> bool:
+        """Whether exchanges can write the mean directly to the buffer."""
+        return self.buffer.device.type == "cpu" and self.buffer.dtype == torch.float32
+
+    def outputs(self) -> Mapping[str, Tensor]:
+        """Flat float32 CPU tensors for the mean: the job's own tensors where that is possible."""
+        if self.in_place:
+            return self.tensors
+        sizes = [tensor.numel() for tensor in self.tensors.values()]
+        return dict(zip(self.tensors, torch.split(torch.empty(sum(sizes)), sizes), strict=True))
+
+    def finish(self, outputs: Mapping[str, Tensor]) -> bool:
+        """Copy the mean to the buffer; whether it overflowed float16, on which all ranks agree."""
+        if self.in_place:
+            return False
+        self.buffer.copy_(torch.cat(list(outputs.values())))
+        if self.buffer.is_cuda:
+            torch.cuda.current_stream(self.buffer.device).synchronize()
+        return self.buffer.dtype == torch.float16 and not bool(self.buffer.isfinite().all())
 
 
 class Tuner(Protocol):
@@ -113,14 +149,14 @@ class Link:
         if self.tuner is not None:
             self.tuner.bucket_ready(job.tensors, job.buffer.numel())
         if not self._dense_width or self._all_reduce is None:
-            return self._thread.submit(job).then(value_or_error)
+            return self._thread.submit(job).then(_value_or_error)
         future = self._all_reduce(job.buffer, self._dense_width)
         return future.then(self._after_all_reduce) if job.last else future
 
     def _after_all_reduce(self, future: Future) -> Tensor:
         if self.tuner is not None:
             self.tuner.end_step()
-        return value_or_error(future)
+        return _value_or_error(future)
 
     # For tuners
 
@@ -347,6 +383,87 @@ class GatheredLink:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned, for any number of ranks."""
         self.link.load_state_dict(state)
+
+
+class LinkThread:
+    """Calls its owner's `run` with jobs in the order of submission, and `describe` with the error if that fails.
+
+    The thread holds its owner weakly, so that a link that nobody uses any more is freed; the owner's finalizer
+    calls `end`. After a failure every job gets the same error.
+    """
+
+    def __init__(self, run: Callable[[list[Job]], None], describe: Callable[[Exception], LinkError]) -> None:
+        self._run, self._describe = weakref.WeakMethod(run), weakref.WeakMethod(describe)
+        self.wait_for_last = False  # whether all buckets of a step are exchanged after its last one arrived
+        self._waiting: list[tuple[Job, Future]] = []
+        self._failure: LinkError | None = None
+        self._ended = False
+        self._jobs: queue.Queue[tuple[Job, Future] | None] = queue.Queue()
+        threading.Thread(target=self._work, name="thinwire-link", daemon=True).start()
+
+    def submit(self, job: Job) -> Future:
+        """Queue a job; the future's value is the buffer with the mean, or the error that prevented it."""
+        future: Future = torch.futures.Future(devices=[job.buffer.device] if job.buffer.is_cuda else None)
+        if self._failure is not None:
+            future.set_result(self._failure)
+            return future
+        self._jobs.put((job, future))
+        return future
+
+    def wait(self) -> None:
+        """Return when no job is under way."""
+        self._jobs.join()
+
+    def end(self) -> None:
+        """End the thread after the jobs that are queued."""
+        if not self._ended:
+            self._ended = True
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            run, describe = self._run(), self._describe()
+            if run is not None and describe is not None:
+                self._take(*item, run, describe)
+            del run, describe, item
+            self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _take(
+        self,
+        job: Job,
+        future: Future,
+        run: Callable[[list[Job]], None],
+        describe: Callable[[Exception], LinkError],
+    ) -> None:
+        """Exchange a job, or let a small one wait for the next. Every future gets a result: backward waits for it."""
+        if job.first:
+            self._waiting.clear()
+        self._waiting.append((job, future))
+        small = sum(waiting.buffer.numel() for waiting, _ in self._waiting) < forecast.JOINED_BELOW
+        if (small or self.wait_for_last) and not job.last and self._failure is None:
+            return
+        jobs = [waiting for waiting, _ in self._waiting]
+        error: Exception | None = None
+        if self._failure is None:
+            try:
+                run(jobs)
+            except Exception as caught:
+                error = caught.with_traceback(None)  # its frames refer to the process group, which must be freed
+        if error is not None:
+            self._failure = error if isinstance(error, LinkError) else describe(error)
+        for waiting, answer in self._waiting:
+            answer.set_result(waiting.buffer if self._failure is None else self._failure)
+        self._waiting.clear()
+
+
+def _value_or_error(future: Future) -> Tensor:
+    """The value of a job's future. An error raised here, not in the link's thread, surfaces in loss.backward()."""
+    value = future.value()
+    if isinstance(value, Exception):
+        raise value
+    assert isinstance(value, Tensor)
+    return value
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
