@@ -1,4 +1,4 @@
-"""Accelerate: attach to the prepared model, register the link, and save_state / load_state carry the memory.
+"""Accelerate: attach to the prepared model, register the link, and save_state and load_state carry the residual.
 
 torchrun --standalone --nproc-per-node 2 examples/accelerate_ddp.py /tmp/accelerate
 """
@@ -20,7 +20,7 @@ def main(directory: str) -> None:
     loader = DataLoader(make_data(), batch_size=16, shuffle=True)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     link = thinwire.attach(model, 0.01)
-    # Accelerate writes one file for all ranks: `gathered` gives it the mean of all memories.
+    # Accelerate writes one file for all ranks: `gathered` gives it the mean residual of all ranks.
     accelerator.register_for_checkpointing(link.gathered)
     for epoch in range(4):
         for x, y in loader:

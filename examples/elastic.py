@@ -1,8 +1,8 @@
-"""Elastic restart: a rank is killed, torchrun starts all again, and training goes on bit by bit, memory included.
+"""Elastic restart: a rank is killed, torchrun starts all again, and training resumes bitwise, residual included.
 
     torchrun --standalone --nproc-per-node 4 --max-restarts 1 examples/elastic.py checkpoints --kill-at 12
 
-Every rank saves its own memory; rank 0 saves model and optimizer too. A checkpoint counts when all files are there.
+Every rank saves its own residual; rank 0 saves model and optimizer too. A checkpoint counts when all files are there.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     link = thinwire.attach(model, 0.01, optimizer=optimizer)
     begin = newest(arguments.directory)
-    dist.barrier()  # nobody writes a new checkpoint before everybody has looked
+    dist.barrier()  # no rank writes a new checkpoint before all have looked
     if begin is not None:
         shared = torch.load(arguments.directory / f"step-{begin}" / "rank-0.pt", weights_only=True)
         model.load_state_dict(shared["model"])
@@ -73,8 +73,8 @@ def main() -> None:
         if (step + 1) % 5 == 0:
             whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()} if rank == 0 else {}
             save(arguments.directory, step + 1, {**whole, "link": link.state_dict()})
-    held = sum(float(s["residual"].abs().sum()) for s in link.state_dict()["codec"]["residuals"].values())
-    print(f"rank {rank}: checksum {checksum(model.module)}, held back {held!r}\n", end="", flush=True)
+    kept = sum(float(s["residual"].abs().sum()) for s in link.state_dict()["codec"]["residuals"].values())
+    print(f"rank {rank}: checksum {checksum(model.module)}, residual {kept!r}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

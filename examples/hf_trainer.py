@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: a callback attaches to the wrapped model and saves the memory beside each checkpoint.
+"""Hugging Face Trainer: a callback attaches to the wrapped model and saves the residual beside each checkpoint.
 
 torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py /tmp/trainer
 """
@@ -16,7 +16,7 @@ from task import accuracy, checksum, make_data, make_net
 
 
 class ThinwireCallback(TrainerCallback):  # type: ignore[misc]
-    """Every rank writes its own memory into the checkpoint's directory."""
+    """Every rank writes its own residual into the checkpoint's directory."""
 
     def __init__(self, trainer: Trainer, codec: Any = 0.01, resume_from: str | None = None) -> None:
         self._trainer, self._codec, self._resume = trainer, codec, resume_from

@@ -1,4 +1,4 @@
-"""Lightning: a callback attaches to the strategy's DDP model and keeps the memory in Lightning's checkpoints.
+"""Lightning: a callback attaches to the strategy's DDP model and keeps the residual in Lightning's checkpoints.
 
 torchrun --standalone --nproc-per-node 2 examples/lightning_ddp.py /tmp/lightning
 """
@@ -16,7 +16,7 @@ from task import accuracy, checksum, make_data, make_net
 
 
 class ThinwireCallback(L.Callback):
-    """Lightning writes one checkpoint, so that it holds the mean of all ranks' memories."""
+    """Lightning writes one checkpoint, so that it holds the mean of all ranks' residuals."""
 
     def __init__(self, codec: Any = 0.01) -> None:
         self._codec = codec

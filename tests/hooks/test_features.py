@@ -1,5 +1,8 @@
 """What DDP users do: every feature of DDP gives replicas that agree, and gradients that are right."""
 
+import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 import thinwire.exchange
-from tests.cluster import Cluster
+from tests.cluster import Cluster, printed
 from tests.link import jobs
 
 FULL = tw.Codec(tw.TopK(1.0), tw.Float32())
@@ -192,6 +195,36 @@ def compiled(rank: int, after: bool) -> tuple[list[int], int]:
 def test_compiled_models(cluster: Cluster, after: bool) -> None:
     first, second = cluster.run(compiled, 2, after)
     assert first == second and first[1] == 8
+
+
+def fabric(rank: int, directory: str) -> None:
+    """Lightning's Fabric wraps the model, and saves and loads one file for all ranks."""
+    from lightning.fabric import Fabric
+
+    made = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    made.launch()
+    torch.manual_seed(0)
+    net = jobs.Net()
+    model, optimizer = made.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    link = tw.attach(model, 0.05)
+    for step in range(3):
+        x, y = jobs.batch(rank, step)
+        optimizer.zero_grad()
+        made.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "link": link.gathered}
+    made.save(f"{directory}/one.ckpt", state)
+    before = link.state_dict(gather=True)["codec"]["residuals"]
+    made.load(f"{directory}/one.ckpt", state)
+    after = link.state_dict()["codec"]["residuals"]
+    same = all(torch.allclose(before[name]["residual"], after[name]["residual"], atol=1e-6) for name in before)
+    print(f"rank {rank}: {same and link.step == 3}", flush=True)
+
+
+def test_fabric(tmp_path: Path) -> None:
+    if find_spec("lightning") is None and os.environ.get("CI") != "true":
+        pytest.skip("lightning is not installed")
+    assert printed(fabric, 2, str(tmp_path)).count("True") == 2
 
 
 def subgroup(rank: int) -> list[int] | None:

@@ -8,7 +8,7 @@ import datetime
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -124,10 +124,14 @@ class Channel:
         here = self.rank == root
         self._count(volume * (self.world - 1) if here else 0, 0 if here else volume, began)
 
-    def detach(self) -> dist.ProcessGroup | None:
+    def release(self) -> dist.ProcessGroup | None:
         """Give the process group up for another channel to use; None if it was given up or aborted before."""
         group, self._group = self._group, None
         return group
+
+    def reuse(self, group: dist.ProcessGroup) -> None:
+        """Use a process group between the same ranks, after `release`."""
+        self._group, self.name = group, group.group_name
 
     def abort(self) -> None:
         """Close the connections, so that ranks waiting for this one get an error; the channel is unusable then."""
@@ -284,17 +288,17 @@ class OwnGroups:
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, timeout: float | None) -> None:
         self._parent, self._device = parent, device
         self._timeout = datetime.timedelta(seconds=timeout) if timeout is not None else _timeout(parent)
-        self._made: list[tuple[Channel, tuple[int, ...]]] = []
+        self._made: list[tuple[Channel, tuple[int, ...]]] = []  # channels whose groups are in use
         self._others: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []  # groups that this rank is not in
-        members = dist.get_process_group_ranks(parent)
-        self.all = Channel(self._group_of(members), device)
-        self._made.append((self.all, tuple(members)))
+        self._members = dist.get_process_group_ranks(parent)
+        self.all = Channel(self._group_of(self._members), device)
+        self._made.append((self.all, tuple(self._members)))
 
     def __call__(self, members: list[list[int]]) -> list[Channel]:
         """A channel for each list of ranks; lists without this rank get the channel of all ranks as a placeholder."""
-        world, channels = dist.get_process_group_ranks(self._parent), []
+        channels = []
         for ranks in members:
-            chosen = [world[rank] for rank in ranks]
+            chosen = [self._members[rank] for rank in ranks]
             group = self._group_of(chosen)
             if self.all.rank in ranks:
                 channels.append(Channel(group, self._device))
@@ -306,11 +310,24 @@ class OwnGroups:
 
     def close(self) -> None:
         """Keep the groups for the next link between the same ranks. Call it when no collective is under way."""
-        found = [(group, ranks) for channel, ranks in self._made if (group := channel.detach()) is not None]
+        found = [(group, ranks) for channel, ranks in self._made if (group := channel.release()) is not None]
         for group, ranks in [*found, *self._others]:
             _unused.setdefault(self._key(ranks), []).append(group)
         self._made.clear()
         self._others.clear()
+
+    @contextlib.contextmanager
+    def reopened(self) -> Iterator[None]:
+        """Let the channel of all ranks work for a while after `close`. All ranks must enter it."""
+        if not self._made:
+            self.all.reuse(self._group_of(self._members))
+            self._made.append((self.all, tuple(self._members)))
+            try:
+                yield
+            finally:
+                self.close()
+        else:
+            yield
 
     def _key(self, ranks: tuple[int, ...]) -> tuple[str, tuple[int, ...], float]:
         return self._parent.group_name, ranks, self._timeout.total_seconds()

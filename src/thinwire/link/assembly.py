@@ -104,7 +104,7 @@ def open_link(
         check_every=options.check_every,
         units=ResidualUnits(parameters, options.optimizer, options.scaler),
         on_step=agreement.end_step if agreement is not None else None,
-        on_close=groups.close,
+        groups=groups,
     )
     if options.auto:
         width = max((p.element_size() for p in parameters.values()), default=4)

@@ -4,6 +4,7 @@ A hook (`thinwire.hooks`) submits buckets of named tensors. The link's thread ex
 order of submission, which is the same on every rank, while the backward pass goes on. A link knows nothing of DDP.
 """
 
+import contextlib
 import math
 import queue
 import threading
@@ -25,7 +26,7 @@ from thinwire.codec.selection import Selection
 from thinwire.codec.vectors import plain
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
-from thinwire.exchange.channel import Channel, check_replicas, describe_failure
+from thinwire.exchange.channel import Channel, OwnGroups, check_replicas, describe_failure
 from thinwire.link.diagnosis import Diagnosis
 from thinwire.link.diagnostics import Diagnostics, agree_on_every
 from thinwire.link.rescale import ResidualUnits
@@ -97,7 +98,7 @@ class Link:
         check_every: int = 0,
         units: ResidualUnits | None = None,
         on_step: Callable[[Codec, Counters], None] | None = None,
-        on_close: Callable[[], None] = lambda: None,
+        groups: OwnGroups | None = None,
     ) -> None:
         self.codec = codec
         self.exchange = exchange
@@ -110,7 +111,7 @@ class Link:
         self._channel = channel
         self._check_every = check_every
         self._on_step = on_step  # called by the link's thread, which may use the channel
-        self._on_close = on_close
+        self._process_groups = groups  # the process groups behind the channels, which detach gives back
         self._on_detach: Callable[[Link], None] = lambda link: None
         self._all_reduce: AllReduce | None = None
         self._dense_width = 0  # bytes per element of an all-reduce in place of the exchange; 0: the exchange is used
@@ -307,8 +308,8 @@ class Link:
         self.wait()
         self._on_detach(self)
         self._thread.end()
-        on_close, self._on_close = self._on_close, lambda: None
-        on_close()
+        if self._process_groups is not None:
+            self._process_groups.close()
 
     def __enter__(self) -> "Link":
         return self
@@ -342,7 +343,8 @@ class Link:
         }
         if not gather:
             return state
-        return mean_link_state(self._channel, state, self._parameters, self.codec.feedback.slots)
+        with self._process_groups.reopened() if self._process_groups is not None else contextlib.nullcontext():
+            return mean_link_state(self._channel, state, self._parameters, self.codec.feedback.slots)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load a saved state: this rank's own, a gathered one, or the list of all ranks'.
