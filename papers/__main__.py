@@ -53,12 +53,17 @@ def reproduce_command(
         unknown = "name a study" if name is None else f"there is no study {name!r}"
         what = unknown if name not in STUDIES else f"there is no scale {scale!r}"
         raise ValueError(f"{what}; studies are {', '.join(STUDIES)}, scales {' and '.join(SCALES)}")
-    study = _run(name, scale, data, out, work, lab, tuple(filter(None, map(str.strip, only.split(",")))))
+    folder = (work if work is not None else out / "work") / f"{name}-{scale}"
+    try:
+        study = _run(name, scale, data, out, folder, lab, tuple(filter(None, map(str.strip, only.split(",")))))
+    except KeyboardInterrupt:
+        typer.echo(f"thinwire: stopped; finished work is in {folder}, and the same command continues it.", err=True)
+        raise typer.Exit(130) from None
     report(study, out, json)
 
 
 def _run(
-    name: str, scale: str, data: Path | None, out: Path, work: Path | None, lab: bool, only: tuple[str, ...]
+    name: str, scale: str, data: Path | None, out: Path, folder: Path, lab: bool, only: tuple[str, ...]
 ) -> "Study":
     from importlib import import_module
 
@@ -66,7 +71,6 @@ def _run(
     from papers.workspace import Workspace, requested_names
 
     _keep_freed_memory()
-    folder = (work if work is not None else out / "work") / f"{name}-{scale}"
     try:
         out.mkdir(parents=True, exist_ok=True)
         workspace = Workspace(scale, data, folder, lab=lab, only=only)

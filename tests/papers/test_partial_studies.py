@@ -133,3 +133,22 @@ def test_the_recorded_command_has_no_paths(tmp_path: Path, monkeypatch: pytest.M
     said = Study.read(tmp_path / "request-scheduling-small.json").made["command"]
     assert said == "thinwire reproduce request-scheduling --only model --out=DIR --work DIR"
     assert without_places(["thinwire", "--data", "/a b", "--scale", "full"]) == "thinwire --data DIR --scale full"
+
+
+def test_an_interrupt_keeps_finished_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def predict(setup: object) -> list[dict[str, object]]:
+        calls.append("predict")
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr("papers.tsai_thesis.request_scheduling.predict", predict)
+    assert main(["request-scheduling", "--out", str(tmp_path), "--no-lab"]) == 130
+    lines = capsys.readouterr().err.splitlines()
+    folder = tmp_path / "work" / "request-scheduling-small"
+    assert lines[-1] == f"thinwire: stopped; finished work is in {folder}, and the same command continues it."
+    assert [path.name for path in folder.iterdir()] == ["part-model.json"]
