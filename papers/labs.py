@@ -3,7 +3,7 @@
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from papers.study import Claim, Figure, Series, Table, number
 from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
 from thinwire.tools.events import RunLog
-from thinwire.tools.race.launch import make_plan
 from thinwire.tools.race.race import Field, Result, run_race
 from thinwire.tools.race.training import Plan
 from thinwire.tools.race.worker import Work, with_infinite
@@ -42,65 +41,18 @@ class LabTestbed:
         """The identity of a measurement: everything but the folder of the data."""
         return f"{self.recipe} {self} batch={self.batch} lr={self.lr:g}"
 
-    def plan(self, steps: int, evaluate_every: int) -> Plan:
-        """Return the plan of a training on these hosts."""
-        return make_plan(
-            get_recipe(self.recipe),
-            workers=self.hosts,
-            data=self.data,
+    def plan(self, steps: int, every: int, target: float | None = None, test_samples: int = 10) -> Plan:
+        """Return the plan of a training on these hosts, with an evaluation at every so many steps."""
+        return Plan(
             batch=self.batch,
             lr=self.lr,
+            momentum=get_recipe(self.recipe).defaults.momentum,
             max_steps=steps,
-            evaluate_every=evaluate_every,
+            target=target,
+            evaluate_every=every,
+            train_samples=10,
+            test_samples=test_samples,
         )
-
-
-def step_times(testbed: LabTestbed, methods: Sequence[str], *, steps: int) -> dict[str, Any]:
-    """Measure the median milliseconds of a step and the bytes that a host sends, by method.
-
-    The method "infinite" is a step without communication.
-    """
-    result = _race(testbed, methods, steps=steps, target=None, evaluate_every=steps + 1, test_samples=10)
-    times: dict[str, Any] = {"infinite": {"ms": result.infinite_ms, "bytes": 0.0}}
-    for log in result.logs:
-        sent = [step.bytes_sent for step in log.steps if step.rank == 0][2:]
-        times[log.run.method] = {"ms": 1e3 * statistics.median(_durations(log)), "bytes": statistics.mean(sent)}
-    return times
-
-
-def end_to_end(
-    testbed: LabTestbed, method: str, *, target: float, max_steps: int, evaluate_every: int, test_samples: int
-) -> dict[str, Any]:
-    """Train until the metric on the test split reaches the target; return the steps and the seconds that it took."""
-    result = _race(
-        testbed, [method], steps=max_steps, target=target, evaluate_every=evaluate_every, test_samples=test_samples
-    )
-    (log,) = result.logs
-    hit = reached(log)
-    values = [[e.step, e.value] for e in log.evals if e.split == "test"]
-    return {"steps": hit.step if hit else None, "seconds": hit.wall if hit else None, "values": values}
-
-
-def _durations(log: RunLog) -> list[float]:
-    """Return the seconds of rank 0's steps without the first quarter, in which buffers and connections are new."""
-    walls = [step.wall for step in sorted((s for s in log.steps if s.rank == 0), key=lambda s: s.step)]
-    return [after - before for before, after in pairwise(walls[max(1, len(walls) // 4) :])]
-
-
-def _race(
-    testbed: LabTestbed,
-    methods: Sequence[str],
-    *,
-    steps: int,
-    target: float | None,
-    evaluate_every: int,
-    test_samples: int,
-) -> Result:
-    plan = replace(testbed.plan(steps, evaluate_every), target=target, test_samples=test_samples, train_samples=10)
-    work = Work(testbed.recipe, testbed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
-    place = Field(testbed.hosts, testbed.rate, "thinwire reproduce")
-    with tempfile.TemporaryDirectory() as folder:
-        return run_race(get_recipe(testbed.recipe), work, place, Path(folder), lambda run, event: None)
 
 
 @dataclass(frozen=True)
@@ -121,6 +73,42 @@ class ConfirmationRun:
         return f"{self.testbed.setup} {self.method} {goal}"
 
 
+def step_times(testbed: LabTestbed, methods: Sequence[str], *, steps: int) -> dict[str, Any]:
+    """Measure the median milliseconds of a step and the bytes that a host sends, by method.
+
+    The method "infinite" is a step without communication.
+    """
+    result = _race(testbed, methods, testbed.plan(steps, steps + 1))
+    times: dict[str, Any] = {"infinite": {"ms": result.infinite_ms, "bytes": 0.0}}
+    for log in result.logs:
+        sent = [step.bytes_sent for step in log.steps if step.rank == 0][2:]
+        times[log.run.method] = {"ms": 1e3 * statistics.median(_durations(log)), "bytes": statistics.mean(sent)}
+    return times
+
+
+def end_to_end(run: ConfirmationRun) -> dict[str, Any]:
+    """Train until the metric on the test split reaches the target; return the steps and the seconds that it took."""
+    plan = run.testbed.plan(run.max_steps, run.evaluate_every, run.target, run.test_samples)
+    result = _race(run.testbed, [run.method], plan)
+    (log,) = result.logs
+    hit = reached(log)
+    values = [[e.step, e.value] for e in log.evals if e.split == "test"]
+    return {"steps": hit.step if hit else None, "seconds": hit.wall if hit else None, "values": values}
+
+
+def _durations(log: RunLog) -> list[float]:
+    """Return the seconds of rank 0's steps without the first quarter, in which buffers and connections are new."""
+    walls = [step.wall for step in sorted((s for s in log.steps if s.rank == 0), key=lambda s: s.step)]
+    return [after - before for before, after in pairwise(walls[max(1, len(walls) // 4) :])]
+
+
+def _race(testbed: LabTestbed, methods: Sequence[str], plan: Plan) -> Result:
+    work = Work(testbed.recipe, testbed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
+    place = Field(testbed.hosts, testbed.rate, "thinwire reproduce")
+    with tempfile.TemporaryDirectory() as folder:
+        return run_race(get_recipe(testbed.recipe), work, place, Path(folder), lambda run, event: None)
+
+
 def confirm(workspace: Workspace, run: ConfirmationRun, times: Any | None = None) -> tuple[list[Claim], list[Table]]:
     """Compare a predicted time (simulated steps x the lab's time of a step) with an end-to-end run in the lab.
 
@@ -129,8 +117,7 @@ def confirm(workspace: Workspace, run: ConfirmationRun, times: Any | None = None
     """
     testbed, recipe = run.testbed, get_recipe(run.testbed.recipe)
     setting = TrainingSetting(testbed.hosts, testbed.batch, testbed.lr, recipe.defaults.momentum, run.codec)
-    samples, target = run.test_samples, run.target
-    goal = Goal(run.max_steps, run.evaluate_every, 0, samples, target=target, split="test")
+    goal = Goal(run.max_steps, run.evaluate_every, 0, run.test_samples, target=run.target, split="test")
     splits = workspace.load(recipe)
     curve = workspace.train("confirm", recipe, splits, setting, goal)
     times = times or workspace.lab_part(
@@ -139,19 +126,7 @@ def confirm(workspace: Workspace, run: ConfirmationRun, times: Any | None = None
         setup=f"{testbed.setup} {run.method} steps=25",
         data=splits,
     )
-    measured = workspace.lab_part(
-        "confirm-run",
-        lambda: end_to_end(
-            testbed,
-            run.method,
-            target=target,
-            max_steps=run.max_steps,
-            evaluate_every=run.evaluate_every,
-            test_samples=samples,
-        ),
-        setup=run.setup,
-        data=splits,
-    )
+    measured = workspace.lab_part("confirm-run", lambda: end_to_end(run), setup=run.setup, data=splits)
     if curve is None or times is None or measured is None:
         return [], []
     return _compare(run, curve.reached, times[run.method]["ms"], measured)

@@ -196,9 +196,9 @@ def served_phases(testbed: LabTestbed, push: str, pull: str, *, steps: int) -> d
     As in the paper, the steps are bulk synchronous and nothing overlaps. Medians over steps of means over workers.
     """
     workers = testbed.hosts - 1
-    plan = replace(testbed, hosts=workers).plan(steps, steps + 1)
-    plan = replace(plan, target=None, test_samples=10, train_samples=10)
-    terms = Terms(plan, workers=workers, push=push, pull=pull, overlap=False, phased=True, timeout=60.0)
+    terms = Terms(
+        testbed.plan(steps, steps + 1), workers=workers, push=push, pull=pull, overlap=False, phased=True, timeout=60.0
+    )
     served = Served(testbed.recipe, testbed.data, terms)
     place = Field(workers, testbed.rate, "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:

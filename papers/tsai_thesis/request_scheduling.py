@@ -53,13 +53,7 @@ class SchedulingSetup:
         layers = tuple(LayerTimes(f"{i}", seconds, 0.0005, transfer) for i, seconds in enumerate(self.forward))
         slices = even_slices(layers, self.slices)
         return Case(
-            layers,
-            self.workers,
-            self.steps,
-            bound,
-            slices=slices,
-            slowness=self.slowness,
-            server_rate=self.server_rate,
+            layers, self.workers, self.steps, bound, slices=slices, slowness=self.slowness, server_rate=self.server_rate
         )
 
     def run(self, policy: str, bound: int) -> dict[str, Any]:

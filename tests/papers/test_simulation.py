@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from papers.labs import LabTestbed, end_to_end
+from papers.labs import ConfirmationRun, LabTestbed, end_to_end
 from papers.simulation import (
     Cluster,
     Curve,
@@ -139,7 +139,7 @@ def test_the_notes_of_a_probe_are_saved(tmp_path: Path) -> None:
 
 def test_real_workers_reach_the_same_accuracies(tmp_path: Path) -> None:
     testbed = LabTestbed("digits", None, hosts=2, rate=None, batch=BATCH, lr=0.02)
-    real = end_to_end(testbed, "topk1", target=0.999, max_steps=12, evaluate_every=4, test_samples=200)
+    real = end_to_end(ConfirmationRun(testbed, "topk1", None, 0.999, 12, 4, 200))
     recipe = get_recipe("digits")
     setting = TrainingSetting(2, BATCH, 0.02, recipe.defaults.momentum, codec_for("topk1"))
     goal = Goal(12, 4, train_samples=0, test_samples=200)
