@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.simulation import Curve, Goal, TrainingSetting
-from papers.study import Claim, Figure, Series, Table, number
+from papers.study import Claim, Figure, Series, Table, number, percent
 from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
 from thinwire.tools.events import RunLog
@@ -156,6 +156,18 @@ def _compare(
         f"within {TOLERANCE:.0%} is asked for; {what}",
     )
     return [claim], [Table("The product, confirmed end to end", [row])]
+
+
+def accuracy_row(curve: Curve, target: float, ms: float | None) -> dict[str, str]:
+    """Return the cells of a run in a table of accuracies; `ms` is the time of a step in the lab."""
+    steps = curve.first_at(target)
+    return {
+        "Best accuracy": percent(curve.best_test),
+        "MB sent": number(curve.megabytes[-1]),
+        "Steps to target": number(steps),
+        "Step in the lab": number(ms, "ms"),
+        "Time to target": number(steps * ms / 1e3 if steps and ms else None, "s"),
+    }
 
 
 def accuracy_figures(

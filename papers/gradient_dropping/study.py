@@ -8,7 +8,7 @@ of a step is measured in the lab.
 from functools import partial
 from typing import Any, Literal
 
-from papers.labs import ConfirmationRun, LabTestbed, accuracy_figures, confirm, step_times
+from papers.labs import ConfirmationRun, LabTestbed, accuracy_figures, accuracy_row, confirm, step_times
 from papers.simulation import Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Study, Table, number, percent
 from papers.workspace import Workspace
@@ -234,19 +234,7 @@ def _verdict(claims: list[Claim]) -> str:
 def _digit_table(curves: dict[str, Curve], times: dict[str, float]) -> Table:
     dense = curves.get("dense")
     target = dense.best_test - MNIST_MARGIN if dense else 1.0
-    rows = []
-    for name, curve in curves.items():
-        steps, ms = curve.first_at(target), times.get(name)
-        rows.append(
-            {
-                "Dropped": name,
-                "Best accuracy": percent(curve.best_test),
-                "MB sent": number(curve.megabytes[-1]),
-                "Steps to target": number(steps),
-                "Step in the lab": number(ms, "ms"),
-                "Time to target": number(steps * ms / 1e3 if steps and ms else None, "s"),
-            }
-        )
+    rows = [{"Dropped": name, **accuracy_row(curve, target, times.get(name))} for name, curve in curves.items()]
     return Table("MNIST, 4096-2048-1024", rows, f"Target: {percent(target)}, dense's best less 0.2 points.")
 
 

@@ -19,33 +19,8 @@ import torch
 
 from papers.labs import ConfirmationRun, LabTestbed, confirm, step_times
 from papers.simulation import Cluster, Curve, Goal, TrainingSetting
-from papers.sparsify_gradients.findings import (
-    BATCH,
-    DROPPED,
-    LR,
-    SEEDS,
-    TARGET,
-    THINWIRE,
-    WORKERS,
-    Seeds,
-    codecs,
-    curve_figures,
-    differences,
-    epoch_claims,
-    interval_figures,
-    magnitude_figures,
-    phase_claims,
-    phase_table,
-    run_name,
-    seed_tables,
-    sweep_figures,
-    sweep_table,
-    test_claims,
-    time_claims,
-    time_table,
-    times_of,
-    verdict,
-)
+from papers.sparsify_gradients import findings
+from papers.sparsify_gradients.findings import BATCH, DROPPED, LR, SEEDS, TARGET, THINWIRE, WORKERS, Seeds
 from papers.sparsify_gradients.process import COALESCE_SECONDS
 from papers.study import Study, Table
 from papers.workspace import Workspace
@@ -85,29 +60,29 @@ def study(workspace: Workspace) -> Study:
     method = THINWIRE[workspace.full]
     run = ConfirmationRun(_workers_only(testbed), method, codec_for(method), 0.35, 300, 10, 1000)
     confirm_claims, confirm_tables = confirm(workspace, run, ring)
-    times = times_of(seeds, paper, served, ring)
-    claims = [*time_claims(times, seeds, workspace.full), *epoch_claims(seeds, workspace.full)]
-    claims += [*phase_claims(paper), *test_claims(seeds), *confirm_claims]
+    times = findings.times_of(seeds, paper, served, ring)
+    claims = [*findings.time_claims(times, seeds, workspace.full), *findings.epoch_claims(seeds, workspace.full)]
+    claims += [*findings.phase_claims(paper), *findings.test_claims(seeds), *confirm_claims]
     swept = any(sweep.values())
     tables = [
-        time_table(seeds, times),
-        *seed_tables(seeds),
+        findings.time_table(seeds, times),
+        *findings.seed_tables(seeds),
         *_phase_tables(paper, served),
-        *([sweep_table(sweep)] if swept else []),
+        *([findings.sweep_table(sweep)] if swept else []),
         *confirm_tables,
     ]
-    figures = [*curve_figures(seeds, times), *(sweep_figures(sweep) if swept else [])]
-    figures += [*interval_figures(intervals or {}), *magnitude_figures(magnitudes or [])]
+    figures = [*findings.curve_figures(seeds, times), *(findings.sweep_figures(sweep) if swept else [])]
+    figures += [*findings.interval_figures(intervals or {}), *findings.magnitude_figures(magnitudes or [])]
     return Study(
         "sparsify-gradients",
         workspace.scale,
         "SparsifyGradients",
         "Lam, Look and Whittell, 2017",
-        verdict(times, seeds),
+        findings.verdict(times, seeds),
         claims,
         tables,
         figures,
-        differences(workspace, len(splits.train), seeds),
+        findings.differences(workspace, len(splits.train), seeds),
         facts={
             "workers": f"{WORKERS} and a master",
             "batch": f"{BATCH} x {WORKERS}",
@@ -119,7 +94,7 @@ def study(workspace: Workspace) -> Study:
 
 def _step_times(workspace: Workspace, testbed: LabTestbed, splits: Splits) -> tuple[Any, Any, Any]:
     """Measure a step in three ways: the paper's, thinwire's server, and without a master. None without the lab."""
-    both = codecs(workspace.full)
+    both = findings.codecs(workspace.full)
     broadcast, ring = ["dense", "percentile90"], {name: push for name, (push, _) in both.items()}
     steps = 40 if workspace.full else 12  # a few per cent decide whether the paper's own claim holds
     return (
@@ -221,7 +196,7 @@ def served_phases(testbed: LabTestbed, push: str, pull: str, *, steps: int) -> d
 
 def _phase_tables(paper: Any, served: Any) -> list[Table]:
     titles = {"Phases of a step as in the paper": paper, "Phases of a step with thinwire's server": served}
-    return [phase_table(title, phases) for title, phases in titles.items() if phases]
+    return [findings.phase_table(title, phases) for title, phases in titles.items() if phases]
 
 
 def _workers_only(testbed: LabTestbed) -> LabTestbed:
@@ -241,13 +216,13 @@ def _seeds(workspace: Workspace, recipe: Recipe, splits: Splits) -> dict[str, Se
     # Evaluating an image takes a third of the time of training on it: every epoch at the full scale, else every other.
     epochs, every, samples, test = (60, 1, 5000, 10_000) if workspace.full else (90, 2, 1040, 500)
     goal = Goal(epochs * per_epoch, every * per_epoch, samples, test, target=TARGET)
-    methods = codecs(workspace.full)
+    methods = findings.codecs(workspace.full)
     curves: dict[str, dict[int, Curve]] = {name: {} for name in methods}
     for seed in range(SEEDS[workspace.full]):  # in this order, methods can be compared after the first seed
         for name, (push, _) in methods.items():
             codec = None if push == "dense" else codec_for(push)
             setting = TrainingSetting(WORKERS, BATCH, LR, 0.0, codec, seed=seed)
-            curve = workspace.train(run_name(name, seed), recipe, splits, setting, goal)
+            curve = workspace.train(findings.run_name(name, seed), recipe, splits, setting, goal)
             if curve is not None:
                 curves[name][seed] = curve
     return {name: Seeds(own) for name, own in curves.items() if own}

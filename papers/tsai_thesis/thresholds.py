@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from papers.labs import ConfirmationRun, LabTestbed, accuracy_figures, confirm, step_times
+from papers.labs import ConfirmationRun, LabTestbed, accuracy_figures, accuracy_row, confirm, step_times
 from papers.simulation import Cluster, Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Study, Table, number, percent
 from papers.workspace import Workspace
@@ -175,20 +175,10 @@ def _verdict(curves: dict[str, Curve], choosing: dict[str, float], target: float
 
 
 def _table(curves: dict[str, Curve], times: dict[str, float], target: float) -> Table:
-    rows = []
-    for name, curve in curves.items():
-        steps, ms = curve.first_at(target), times.get(name)
-        rows.append(
-            {
-                "Threshold": name,
-                "Sent": f"{100 * curve.density:.3g} %",
-                "Best accuracy": percent(curve.best_test),
-                "Steps to target": number(steps),
-                "Step in the lab": number(ms, "ms"),
-                "Time to target": number(steps * ms / 1e3 if steps and ms else None, "s"),
-                "MB sent": number(curve.megabytes[-1]),
-            }
-        )
+    rows = [
+        {"Threshold": name, "Sent": f"{100 * curve.density:.3g} %", **accuracy_row(curve, target, times.get(name))}
+        for name, curve in curves.items()
+    ]
     note = f"Target: {percent(target)} test accuracy. The lab has 4 hosts at 100 Mbit/s."
     return Table("Accuracy per iteration and per second", rows, note)
 
