@@ -12,5 +12,6 @@ STUDIES = {
     "cat": "papers.cat.study:study",
     "sparsify-gradients": "papers.sparsify_gradients.study:study",
 }
+SCALES = ("small", "full")
 
-__all__ = ["STUDIES"]
+__all__ = ["SCALES", "STUDIES"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from papers import STUDIES
+from papers import SCALES, STUDIES
 from thinwire.tools.options import writable
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ def reproduce_command(
     ] = None,
 ) -> None:
     """Run a paper's experiments again and compare its figures with ours. Finished runs and parts are reused."""
-    from papers.files import SCALES
-
     if docs:
         _write_docs(out)
         return

@@ -16,13 +16,12 @@ from typing import IO, Any
 import torch
 
 import thinwire
-from papers import STUDIES
+from papers import SCALES, STUDIES
 from papers.study import Study, StudyError, claim_rows
 from thinwire.tools.observe import describe_machine, now
 from thinwire.tools.recipes.recipe import Split, Splits
 from thinwire.tools.report.markup import replace_file, write_study_page
 
-SCALES = ("small", "full")
 FINGERPRINT_SAMPLES = 16  # of each split
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER_TIMEOUT = 120.0  # seconds for a page
