@@ -1,16 +1,17 @@
-"""Reproduce: the papers' claims, run again by one command each, with the paper's figures next to ours.
+"""The founding papers, reproduced: one command per study compares a paper's figures with ours.
 
-This module loads no torch, so that commands can list the names at once.
+This module imports nothing, so that the command line can list the studies at once.
 """
 
-# Where each study is made: a function that takes a Workshop and returns a Study.
+# For each study, the function that runs it: it takes a Workspace and returns a Study.
 STUDIES = {
     "gradient-dropping": "papers.gradient_dropping.study:study",
     "topk-convergence": "papers.topk_convergence.study:study",
-    "thresholds": "papers.thresholds.study:study",
-    "request-scheduling": "papers.request_scheduling.study:study",
+    "thresholds": "papers.tsai_thesis.thresholds:study",
+    "request-scheduling": "papers.tsai_thesis.request_scheduling:study",
     "cat": "papers.cat.study:study",
     "sparsify-gradients": "papers.sparsify_gradients.study:study",
 }
+SCALES = ("small", "full")
 
-__all__ = ["STUDIES"]
+__all__ = ["SCALES", "STUDIES"]

@@ -1,4 +1,4 @@
-"""`python -m papers`, which `thinwire reproduce` starts: one paper's claims, run again, as JSON, page and picture."""
+"""The program that `thinwire reproduce` starts: runs one study and writes its result as JSON, page and picture."""
 
 import contextlib
 import ctypes
@@ -11,97 +11,105 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from papers import STUDIES
+from papers import SCALES, STUDIES
+from thinwire.tools.options import writable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from papers.study import Study
 
-
-PLACES = ("--data", "--out", "--work")  # options that name folders
+# Options that name places on this machine, and what stands for them in the command that a result records.
+PLACES = {"--data": "DIR", "--out": "DIR", "--work": "DIR", "--json": "FILE"}
 
 
 def reproduce_command(
     name: Annotated[str | None, typer.Argument(help=f"A study: {', '.join(STUDIES)}.")] = None,
-    scale: Annotated[str, typer.Option(help="small: minutes on two cores; full: the paper's size.")] = "small",
+    scale: Annotated[str, typer.Option(help="small: minutes on two cores; full: the paper's size, hours.")] = "small",
     data: Annotated[Path | None, typer.Option(help="Folder with the data sets; default: download them.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for results, pages and pictures.")] = Path("results"),
     work: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints and finished parts; default: OUT/work.")
     ] = None,
-    lab: Annotated[bool, typer.Option(help="Measure on emulated hosts too.")] = True,
-    only: Annotated[str, typer.Option(help="Runs and parts to make now, by name, with commas; default: all.")] = "",
+    lab: Annotated[bool, typer.Option(help="Also measure on emulated hosts.")] = True,
+    only: Annotated[
+        str, typer.Option(help="Runs and parts to do now, by name, separated by commas; default: all.")
+    ] = "",
     docs: Annotated[
-        bool, typer.Option("--docs", help="Write docs/results.md from OUT's results, and run nothing.")
+        bool, typer.Option("--docs", help="Write docs/results.md from the results in OUT and run nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, for machines.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", callback=writable, help="Also write the result as JSON here; - is stdout."),
+    ] = None,
 ) -> None:
-    """Run a paper's experiments again and put its figures next to ours. What is done already is not run again."""
-    from papers.workshop import SCALES
-
+    """Run a paper's experiments again and compare its figures with ours. Finished runs and parts are reused."""
     if docs:
-        _document(out)
+        _write_docs(out)
         return
     if name not in STUDIES or scale not in SCALES:
-        called = "name a study" if name is None else f"no study is called {name!r}"
-        what = called if name not in STUDIES else f"no scale is called {scale!r}"
+        unknown = "name a study" if name is None else f"there is no study {name!r}"
+        what = unknown if name not in STUDIES else f"there is no scale {scale!r}"
         raise ValueError(f"{what}; studies are {', '.join(STUDIES)}, scales {' and '.join(SCALES)}")
-    study = _run(name, scale, data, out, work, lab, tuple(filter(None, map(str.strip, only.split(",")))))
-    _tell(study, out, as_json)
+    folder = (work if work is not None else out / "work") / f"{name}-{scale}"
+    try:
+        study = _run(name, scale, data, out, folder, lab, tuple(filter(None, map(str.strip, only.split(",")))))
+    except KeyboardInterrupt:
+        typer.echo(f"thinwire: stopped; finished work is in {folder}, and the same command continues it.", err=True)
+        raise typer.Exit(130) from None
+    report(study, out, json)
 
 
 def _run(
-    name: str, scale: str, data: Path | None, out: Path, work: Path | None, lab: bool, only: tuple[str, ...]
+    name: str, scale: str, data: Path | None, out: Path, folder: Path, lab: bool, only: tuple[str, ...]
 ) -> "Study":
     from importlib import import_module
 
     from papers.study import StudyError
-    from papers.workshop import Workshop, names_of
+    from papers.workspace import Workspace, requested_names
 
     _keep_freed_memory()
-    folder = (work if work is not None else out / "work") / f"{name}-{scale}"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        workshop = Workshop(scale, data, folder, lab=lab, only=only)
+        workspace = Workspace(scale, data, folder, lab=lab, only=only)
     except OSError as error:
         raise StudyError(f"cannot write to {error.filename} ({error.strerror}): choose another folder") from error
     module, _, function = STUDIES[name].partition(":")
     make = getattr(import_module(module), function)
     if only:
-        names = names_of(make, workshop)
+        names = requested_names(make, workspace)
         unknown = [wanted for wanted in only if wanted not in names]
         if unknown:
             raise StudyError(f"{name} has no run or part called {', '.join(unknown)}; there are {', '.join(names)}")
-    study: Study = make(workshop)
-    made = {"command": _without_places(["thinwire", "reproduce", *sys.argv[1:]]), **workshop.made()}
-    return replace(study, made=made, missing=list(dict.fromkeys([*study.missing, *workshop.skipped])))
+    study: Study = make(workspace)
+    made = {"command": without_places(["thinwire", "reproduce", *sys.argv[1:]]), **workspace.made()}
+    return replace(study, made=made, missing=list(dict.fromkeys([*study.missing, *workspace.skipped])))
 
 
-def _without_places(words: Sequence[str]) -> str:
-    """A command without this machine's folders, which are nobody else's."""
-    said: list[str] = []
+def without_places(words: Sequence[str]) -> str:
+    """Return a command line without the paths of this machine."""
+    shown: list[str] = []
     for word in words:
         option, equals, _ = word.partition("=")
-        if said and said[-1] in PLACES:
-            said.append("DIR")
+        if shown and shown[-1] in PLACES:
+            shown.append(PLACES[shown[-1]])
         else:
-            said.append(f"{option}=DIR" if equals and option in PLACES else word)
-    return shlex.join(said)
+            shown.append(f"{option}={PLACES[option]}" if equals and option in PLACES else word)
+    return shlex.join(shown)
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep what large tensors leave: fetching zeroed pages for the next ones is a quarter of a step."""
+    """Make glibc keep the memory of freed tensors: fetching zeroed pages again takes a quarter of a step."""
     trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
-    with contextlib.suppress(OSError, AttributeError):  # another system, another library
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         library = ctypes.CDLL(None)
         library.mallopt(mmap_threshold, 1 << 30)
         library.mallopt(trim_threshold, (1 << 31) - 1)
 
 
-def _document(out: Path) -> None:
+def _write_docs(out: Path) -> None:
+    from papers.files import read_studies, results_page
     from papers.study import StudyError
-    from papers.writing import document, read_studies
     from thinwire.tools.report.markup import replace_file
 
     target = out.parent / "docs" / "results.md"
@@ -110,30 +118,34 @@ def _document(out: Path) -> None:
     studies = read_studies(out)
     if not studies:
         raise StudyError(f"there are no results of studies in {out}: name the folder that has them by --out")
-    replace_file(target, document(studies))
+    replace_file(target, results_page(studies))
     typer.echo(f"{target}: {len(studies)} studies.")
 
 
-def _tell(study: "Study", out: Path, as_json: bool) -> None:
-    """Write the result, print it, and only then ask a browser for the picture."""
+def report(study: "Study", out: Path, json: Path | None) -> None:
+    """Write the result, print it, and make the picture last, because that needs a browser."""
     from rich.console import Console
 
-    from papers.writing import photograph, write_study
+    from papers.files import take_screenshot, write_study
+    from thinwire.tools.report.markup import replace_file
 
     json_file, page = write_study(study, out)
-    # Machines read stdout: what is said besides the result goes to stderr then.
-    console = Console(stderr=as_json, width=None if sys.stdout.isatty() or as_json else 140)
-    if as_json:
+    to_stdout = json == Path("-")
+    # With JSON on stdout, everything else goes to stderr.
+    console = Console(stderr=to_stdout, width=None if sys.stdout.isatty() or to_stdout else 140)
+    if to_stdout:
         typer.echo(study.to_json(), nl=False)
     else:
         _show(study, console)
+    if json is not None and not to_stdout:
+        replace_file(json, study.to_json())
     picture = page.with_suffix(".png")
-    why = photograph(page, picture)
+    why = take_screenshot(page, picture)
     written = [json_file, page, *([picture] if why is None else [])]
     console.print(f"Written: {', '.join(str(path) for path in written)}", highlight=False)
     if json_file.stem != study.stem:
         whole = out / f"{study.stem}.json"
-        console.print(f"{whole} has parts that this result lacks, and was left as it is.", highlight=False)
+        console.print(f"{whole} has parts that this result lacks, and was not changed.", highlight=False)
     if why is not None:
         console.print(f"No picture: {why}.", highlight=False)
 
@@ -157,7 +169,7 @@ def _show(study: "Study", console: "Console") -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command line; returns its exit code."""
+    """Run one command line and return its exit code."""
     from thinwire.tools.cli import run
 
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

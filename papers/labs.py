@@ -1,40 +1,35 @@
-"""Confirming: one training of all hosts in the lab against (steps to target) x (time of a step)."""
+"""Measurements on emulated hosts: the time of a step, and runs to a target that confirm predicted times."""
 
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from papers.cluster import Setting
-from papers.runs import Goal
-from papers.study import Claim, Table, number
-from papers.workshop import Workshop
+from papers.simulation import Curve, Goal, TrainingSetting
+from papers.study import Claim, Figure, Series, Table, number, percent
+from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
-from thinwire.tools.events import RunLog, Step, read_log
-from thinwire.tools.race.launch import launch, make_plan
+from thinwire.tools.events import RunLog
 from thinwire.tools.race.race import Field, Result, run_race
-from thinwire.tools.race.served import Terms
-from thinwire.tools.race.served_process import Served
-from thinwire.tools.race.train_served import ServedTraining
 from thinwire.tools.race.training import Plan
 from thinwire.tools.race.worker import Work, with_infinite
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.report.summary import reached
 
+TOLERANCE = 0.15  # of a predicted time
+
 
 @dataclass(frozen=True)
-class Bed:
+class LabTestbed:
     """Emulated hosts that train a recipe with DDP."""
 
     recipe: str
     data: Path | None
     hosts: int
-    rate: str | None  # None: local processes
+    rate: str | None  # None: local processes without a limit
     batch: int
     lr: float
 
@@ -43,141 +38,28 @@ class Bed:
 
     @property
     def setup(self) -> str:
-        """All but where the data lies, which is no part of what is measured."""
+        """The identity of a measurement: everything but the folder of the data."""
         return f"{self.recipe} {self} batch={self.batch} lr={self.lr:g}"
 
-
-def step_times(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, Any]:
-    """Median milliseconds of a step and bytes a host sends, by method; "infinite" is the network that costs nothing."""
-    result = _race(bed, methods, steps=steps, target=None, evaluate_every=steps + 1, test_samples=10)
-    figures: dict[str, Any] = {"infinite": {"ms": result.infinite_ms, "bytes": 0.0}}
-    for log in result.logs:
-        sent = [step.bytes_sent for step in log.steps if step.rank == 0][2:]
-        figures[log.run.method] = {"ms": 1e3 * statistics.median(_durations(log)), "bytes": statistics.mean(sent)}
-    return figures
-
-
-def end_to_end(
-    bed: Bed, method: str, *, target: float, max_steps: int, evaluate_every: int, test_samples: int
-) -> dict[str, Any]:
-    """Steps and seconds that a run of all hosts took until the metric on the test split met the target."""
-    result = _race(
-        bed, [method], steps=max_steps, target=target, evaluate_every=evaluate_every, test_samples=test_samples
-    )
-    (log,) = result.logs
-    hit = reached(log)
-    values = [[e.step, e.value] for e in log.evals if e.split == "test"]
-    return {"steps": hit.step if hit else None, "seconds": hit.wall if hit else None, "values": values}
-
-
-def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, float]:
-    """Milliseconds of a step of a parameter server and of its phases; one of the bed's hosts is the master.
-
-    As in SparsifyGradients: bulk synchronous, nothing overlaps. Medians over the steps, means over the workers.
-    """
-    recipe, workers = get_recipe(bed.recipe), bed.hosts - 1
-    plan = replace(_plan(replace(bed, hosts=workers), steps, steps + 1), target=None, test_samples=10, train_samples=10)
-    terms = Terms(plan, workers=workers, push=push, pull=pull, overlap=False, phased=True, timeout=60.0)
-    place = Field(workers, bed.rate, "thinwire reproduce")
-    with tempfile.TemporaryDirectory() as folder:
-        training = ServedTraining(recipe, Served(bed.recipe, bed.data, terms), place, Path(folder) / "log.jsonl")
-        training.run()
-        log = read_log(training.log)
-    by_step: dict[int, list[Step]] = {}
-    for step in log.steps:
-        by_step.setdefault(step.step, []).append(step)
-    full = [steps for number, steps in sorted(by_step.items()) if number > 2 and len(steps) == workers]
-
-    def median(name: str) -> float:
-        means = [statistics.mean(getattr(step, name) for step in steps) for steps in full]
-        return 1e3 * float(statistics.median(means))
-
-    phases = {name: median(name) for name in ("compute", "aggregate", "synchronise")}
-    ends = [max(step.wall for step in steps) for steps in full]
-    return {**phases, "ms": 1e3 * statistics.median(after - before for before, after in pairwise(ends))}
-
-
-def broadcast_phases(bed: Bed, methods: Sequence[str], *, steps: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step and its phases when the master broadcasts the model along a chain, by method.
-
-    `moved` is how far the steps took the model, `sent` the bytes of a gradient, `alone` what the slowest host's
-    computation takes while the others, who have no cores of their own here, wait.
-    """
-    seen: dict[str, list[dict[str, float]]] = {}
-    alone: dict[str, list[float]] = {}
-
-    def read(host: int, line: str) -> None:
-        kind, _, rest = line.partition(" ")
-        if kind in ("STEP", "ALONE"):
-            told = json.loads(rest)
-            method = told.pop("method")
-            if kind == "STEP":
-                seen.setdefault(method, []).append(told)
-            else:
-                alone.setdefault(method, []).append(told["seconds"])
-
-    options = {"methods": list(methods), "batch": bed.batch, "steps": steps}
-    launch([sys.executable, "-m", "papers.sparsify_gradients.process", json.dumps(options)], bed.hosts, bed.rate, read)
-    moments = {"synchronise": ("began", "synchronised"), "compute": ("synchronised", "computed")}
-    moments |= {"aggregate": ("computed", "ended"), "ms": ("began", "ended")}
-
-    def medians(told: list[dict[str, float]]) -> dict[str, float]:
-        return {
-            name: 1e3 * statistics.median(step[end] - step[begin] for step in told[2:])
-            for name, (begin, end) in moments.items()
-        }
-
-    return {
-        method: medians(told)
-        | {"moved": told[-1]["moved"], "sent": statistics.median(step["sent"] for step in told[2:])}
-        | {"alone": 1e3 * statistics.median(alone[method])}
-        for method, told in seen.items()
-    }
-
-
-def _durations(log: RunLog) -> list[float]:
-    """Seconds of rank 0's steps, without the first quarter: memories and connections are new then."""
-    walls = [step.wall for step in sorted((s for s in log.steps if s.rank == 0), key=lambda s: s.step)]
-    return [after - before for before, after in pairwise(walls[max(1, len(walls) // 4) :])]
-
-
-def _race(
-    bed: Bed,
-    methods: Sequence[str],
-    *,
-    steps: int,
-    target: float | None,
-    evaluate_every: int,
-    test_samples: int,
-) -> Result:
-    recipe = get_recipe(bed.recipe)
-    plan = replace(_plan(bed, steps, evaluate_every), target=target, test_samples=test_samples, train_samples=10)
-    work = Work(bed.recipe, bed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
-    place = Field(bed.hosts, bed.rate, "thinwire reproduce")
-    with tempfile.TemporaryDirectory() as folder:
-        return run_race(recipe, work, place, Path(folder), lambda run, event: None)
-
-
-def _plan(bed: Bed, steps: int, evaluate_every: int) -> Plan:
-    return make_plan(
-        get_recipe(bed.recipe),
-        workers=bed.hosts,
-        data=bed.data,
-        batch=bed.batch,
-        lr=bed.lr,
-        max_steps=steps,
-        evaluate_every=evaluate_every,
-    )
-
-
-WITHIN = 0.15  # that the product may be off
+    def plan(self, steps: int, every: int, target: float | None = None, test_samples: int = 10) -> Plan:
+        """Return the plan of a training on these hosts, with an evaluation at every so many steps."""
+        return Plan(
+            batch=self.batch,
+            lr=self.lr,
+            momentum=get_recipe(self.recipe).defaults.momentum,
+            max_steps=steps,
+            target=target,
+            evaluate_every=every,
+            train_samples=10,
+            test_samples=test_samples,
+        )
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A short training that both the simulation and the lab can run to its end."""
+class ConfirmationRun:
+    """A short training that is both simulated and run on emulated hosts until it reaches a target."""
 
-    bed: Bed
+    testbed: LabTestbed
     method: str
     codec: Codec | None
     target: float
@@ -188,66 +70,124 @@ class Trial:
     @property
     def setup(self) -> str:
         goal = f"target={self.target:g} steps={self.max_steps} every={self.evaluate_every} test={self.test_samples}"
-        return f"{self.bed.setup} {self.method} {goal}"
+        return f"{self.testbed.setup} {self.method} {goal}"
 
 
-def confirm(workshop: Workshop, trial: Trial, times: Any | None = None) -> tuple[list[Claim], list[Table]]:
-    """Simulated steps x the lab's time of a step against the lab's own run; nothing where the lab is left out.
+def step_times(testbed: LabTestbed, methods: Sequence[str], *, steps: int) -> dict[str, Any]:
+    """Measure the median milliseconds of a step and the bytes that a host sends, by method.
 
-    times: the bed's step times by method, where the study has measured them already.
+    The method "infinite" is a step without communication.
     """
-    bed, recipe = trial.bed, get_recipe(trial.bed.recipe)
-    setting = Setting(bed.hosts, bed.batch, bed.lr, recipe.defaults.momentum, trial.codec)
-    goal = Goal(
-        trial.max_steps,
-        trial.evaluate_every,
-        train_samples=0,
-        test_samples=trial.test_samples,
-        target=trial.target,
-        split="test",
+    result = _race(testbed, methods, testbed.plan(steps, steps + 1))
+    times: dict[str, Any] = {"infinite": {"ms": result.infinite_ms, "bytes": 0.0}}
+    for log in result.logs:
+        sent = [step.bytes_sent for step in log.steps if step.rank == 0][2:]
+        times[log.run.method] = {"ms": 1e3 * statistics.median(_durations(log)), "bytes": statistics.mean(sent)}
+    return times
+
+
+def end_to_end(run: ConfirmationRun) -> dict[str, Any]:
+    """Train until the metric on the test split reaches the target; return the steps and the seconds that it took."""
+    plan = run.testbed.plan(run.max_steps, run.evaluate_every, run.target, run.test_samples)
+    result = _race(run.testbed, [run.method], plan)
+    (log,) = result.logs
+    hit = reached(log)
+    values = [[e.step, e.value] for e in log.evals if e.split == "test"]
+    return {"steps": hit.step if hit else None, "seconds": hit.wall if hit else None, "values": values}
+
+
+def _durations(log: RunLog) -> list[float]:
+    """Return the seconds of rank 0's steps without the first quarter, in which buffers and connections are new."""
+    walls = [step.wall for step in sorted((s for s in log.steps if s.rank == 0), key=lambda s: s.step)]
+    return [after - before for before, after in pairwise(walls[max(1, len(walls) // 4) :])]
+
+
+def _race(testbed: LabTestbed, methods: Sequence[str], plan: Plan) -> Result:
+    work = Work(testbed.recipe, testbed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
+    place = Field(testbed.hosts, testbed.rate, "thinwire reproduce")
+    with tempfile.TemporaryDirectory() as folder:
+        return run_race(get_recipe(testbed.recipe), work, place, Path(folder), lambda run, event: None)
+
+
+def confirm(workspace: Workspace, run: ConfirmationRun, times: Any | None = None) -> tuple[list[Claim], list[Table]]:
+    """Compare a predicted time (simulated steps x the lab's time of a step) with an end-to-end run in the lab.
+
+    `times` are the testbed's step times by method if the study has measured them already. Without the lab there is
+    no claim and no table.
+    """
+    testbed, recipe = run.testbed, get_recipe(run.testbed.recipe)
+    setting = TrainingSetting(testbed.hosts, testbed.batch, testbed.lr, recipe.defaults.momentum, run.codec)
+    goal = Goal(run.max_steps, run.evaluate_every, 0, run.test_samples, target=run.target, split="test")
+    splits = workspace.load(recipe)
+    curve = workspace.train("confirm", recipe, splits, setting, goal)
+    times = times or workspace.lab_part(
+        "confirm-step",
+        lambda: step_times(testbed, [run.method], steps=25),
+        setup=f"{testbed.setup} {run.method} steps=25",
+        data=splits,
     )
-    splits = workshop.load(recipe)
-    curve = workshop.train("confirm", recipe, splits, setting, goal)
-    step = f"{bed.setup} {trial.method} steps=25"
-    times = times or workshop.lab_part(
-        "confirm-step", lambda: step_times(bed, [trial.method], steps=25), setup=step, data=splits
-    )
-    run = workshop.lab_part("confirm-run", lambda: _run(trial), setup=trial.setup, data=splits)
-    if curve is None or times is None or run is None:
+    measured = workspace.lab_part("confirm-run", lambda: end_to_end(run), setup=run.setup, data=splits)
+    if curve is None or times is None or measured is None:
         return [], []
-    return _compare(trial, curve.reached, times[trial.method]["ms"], run)
+    return _compare(run, curve.reached, times[run.method]["ms"], measured)
 
 
-def _run(trial: Trial) -> dict[str, Any]:
-    return end_to_end(
-        trial.bed,
-        trial.method,
-        target=trial.target,
-        max_steps=trial.max_steps,
-        evaluate_every=trial.evaluate_every,
-        test_samples=trial.test_samples,
-    )
-
-
-def _compare(trial: Trial, steps: int | None, ms: float, run: dict[str, Any]) -> tuple[list[Claim], list[Table]]:
-    product = steps * ms / 1e3 if steps else None
-    off = product / run["seconds"] if product and run["seconds"] else None
-    what = f"end to end: {trial.method}, {trial.bed}, to {trial.target:.4g} {get_recipe(trial.bed.recipe).metric}"
+def _compare(
+    run: ConfirmationRun, steps: int | None, ms: float, measured: dict[str, Any]
+) -> tuple[list[Claim], list[Table]]:
+    predicted = steps * ms / 1e3 if steps else None
+    ratio = predicted / measured["seconds"] if predicted and measured["seconds"] else None
+    what = f"end to end: {run.method}, {run.testbed}, to {run.target:.4g} {get_recipe(run.testbed.recipe).metric}"
     row = {
         "Run": what,
         "Simulated steps": number(steps),
         "Step in the lab": number(ms, "ms"),
-        "Product": number(product, "s"),
-        "Steps in the lab": number(run["steps"]),
-        "Seconds in the lab": number(run["seconds"], "s"),
-        "Product / measured": number(off, "x"),
+        "Product": number(predicted, "s"),
+        "Steps in the lab": number(measured["steps"]),
+        "Seconds in the lab": number(measured["seconds"], "s"),
+        "Product / measured": number(ratio, "x"),
     }
     claim = Claim(
         "predicted time (simulated steps x lab step) over an end-to-end run in the lab",
         1.0,
-        off,
+        ratio,
         "x",
-        off is not None and abs(off - 1.0) <= WITHIN,
-        f"within {WITHIN:.0%} is asked for; {what}",
+        ratio is not None and abs(ratio - 1.0) <= TOLERANCE,
+        f"within {TOLERANCE:.0%} is asked for; {what}",
     )
     return [claim], [Table("The product, confirmed end to end", [row])]
+
+
+def accuracy_row(curve: Curve, target: float, ms: float | None) -> dict[str, str]:
+    """Return the cells of a run in a table of accuracies; `ms` is the time of a step in the lab."""
+    steps = curve.first_at(target)
+    return {
+        "Best accuracy": percent(curve.best_test),
+        "MB sent": number(curve.megabytes[-1]),
+        "Steps to target": number(steps),
+        "Step in the lab": number(ms, "ms"),
+        "Time to target": number(steps * ms / 1e3 if steps and ms else None, "s"),
+    }
+
+
+def accuracy_figures(
+    curves: dict[str, Curve], ms: dict[str, float], titles: tuple[str, str, str], hosts: str
+) -> list[Figure]:
+    """Plot the test accuracy over steps, over seconds on these hosts, and over the megabytes that a worker sent.
+
+    `ms` has the milliseconds of a step by run; runs without a time are not plotted over seconds.
+    """
+    axis = "test accuracy (%)"
+    values = {name: [100 * v for v in curve.test] for name, curve in curves.items()}
+    steps = [Series(name, curve.step, list(values[name])) for name, curve in curves.items()]
+    timed = [
+        Series(name, [step * ms[name] / 1e3 for step in curve.step], list(values[name]))
+        for name, curve in curves.items()
+        if name in ms
+    ]
+    sent = [Series(name, curve.megabytes, list(values[name])) for name, curve in curves.items()]
+    return [
+        Figure(titles[0], "step", axis, steps),
+        *([Figure(titles[1], f"seconds, {hosts}", axis, timed)] if timed else []),
+        Figure(titles[2], "MB", axis, sent, log="x"),
+    ]

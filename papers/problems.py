@@ -1,6 +1,4 @@
-"""Problems: small training tasks that the theory papers use: a strongly convex one and a small network."""
-
-from dataclasses import dataclass
+"""The strongly convex problem that the theory papers use: logistic regression with a ridge, and its optimum."""
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +9,8 @@ from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Split, classi
 RIDGE = 1e-3  # makes logistic regression strongly convex
 
 
-def regularised(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy plus half the squared norm of all parameters times the ridge."""
+def ridge_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the cross-entropy plus RIDGE / 2 times the squared norm of all parameters."""
     squares = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
     return classify(model, batch) + 0.5 * RIDGE * squares
 
@@ -25,28 +23,24 @@ def _linear() -> nn.Module:
 
 
 def logistic() -> Recipe:
-    """Multinomial logistic regression on MNIST with a ridge: 7,850 parameters, strongly convex."""
+    """Return multinomial logistic regression on MNIST with a ridge: 7,850 parameters, strongly convex."""
     return Recipe(
         "logistic",
         description="Logistic regression on handwritten digits.",
         data=get_recipe("mnist").data,
         model=_linear,
         load=get_recipe("mnist").load,
-        loss=regularised,
+        loss=ridge_loss,
         defaults=Defaults(batch=16, lr=0.05, momentum=0.0, epochs=5, target=0.9),
     )
 
 
-@dataclass(frozen=True)
-class Optimum:
-    """The least objective on the first samples of a split, and the objective's smoothness there."""
+def optimum(recipe: Recipe, split: Split, samples: int) -> dict[str, float]:
+    """Return the least objective on the first samples of a split ("value") and its smoothness constant ("smoothness").
 
-    value: float
-    smoothness: float
-
-
-def optimum(recipe: Recipe, split: Split, samples: int) -> Optimum:
-    """By L-BFGS on all samples; the smoothness is a bound from the largest eigenvalue of the inputs' covariance."""
+    L-BFGS on all samples finds the optimum. The smoothness is bounded by the largest eigenvalue of the inputs'
+    covariance, which power iteration finds.
+    """
     inputs, labels = split.batch(range(min(samples, len(split))))
     model = recipe.build(0)
     solver = torch.optim.LBFGS(model.parameters(), max_iter=400, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
@@ -67,4 +61,4 @@ def optimum(recipe: Recipe, split: Split, samples: int) -> Optimum:
     largest = float((x @ vector).square().sum() / len(x))
     with torch.no_grad():
         value = float(recipe.loss(model, (inputs, labels)))
-    return Optimum(value, 0.5 * largest + RIDGE)
+    return {"value": value, "smoothness": 0.5 * largest + RIDGE}

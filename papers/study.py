@@ -1,6 +1,6 @@
-"""Study: what a reproduction found, as plain data: claims, tables, figures, and what differs from the paper.
+"""The result of a study as plain data: claims, tables, figures, and how it differs from the paper.
 
-`results/` holds one JSON file per study and scale; the page, the picture and docs/results.md are made from it alone.
+`results/` contains one JSON file per study and scale. The page, the picture and docs/results.md are made from it alone.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.errors import ThinwireError
 
 VERSION = 1
-MADE = ("command", "version", "machine", "date", "took")  # what a result says of how it was made
+MADE = ("command", "version", "machine", "date", "took")  # the keys of Study.made
 
 
 class StudyError(ThinwireError):
@@ -21,7 +21,7 @@ class StudyError(ThinwireError):
 
 @dataclass(frozen=True)
 class Claim:
-    """One of the paper's figures next to ours. `holds` is None where there is nothing to hold."""
+    """One of the paper's figures and ours. `holds` is None if the claim could not be judged."""
 
     what: str
     paper: float | None
@@ -32,13 +32,13 @@ class Claim:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the paper's."""
+        """Our figure divided by the paper's."""
         return self.ours / self.paper if self.ours is not None and self.paper else None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under headings, which the first row gives."""
+    """A table of text; the keys of the first row are the headings."""
 
     title: str
     rows: list[dict[str, str]]
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or points, or bars with their names in x."""
+    """The points of one line, or bars whose labels are in `x`."""
 
     name: str
     x: list[Any]
@@ -56,7 +56,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot; kind is "lines", "points" or "bars"; log names the logarithmic axes, such as "xy"."""
+    """A plot; `kind` is "lines", "points" or "bars"; `log` names the logarithmic axes, for example "xy"."""
 
     title: str
     x: str
@@ -69,7 +69,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Study:
-    """A finished reproduction."""
+    """The result of a study."""
 
     name: str
     scale: str
@@ -79,14 +79,14 @@ class Study:
     claims: list[Claim]
     tables: list[Table] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
-    differs: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # parts that were not run
+    differs: list[str] = field(default_factory=list)  # how this study differs from the paper's experiments
+    missing: list[str] = field(default_factory=list)  # runs and parts that were skipped: "NAME: why"
     facts: dict[str, str] = field(default_factory=dict)
-    made: dict[str, str] = field(default_factory=dict)  # what MADE names
+    made: dict[str, str] = field(default_factory=dict)  # how it was made; the keys are MADE
 
     @property
     def stem(self) -> str:
-        """The name of its files."""
+        """The name of the study's files, without a suffix."""
         return f"{self.name}-{self.scale}"
 
     def to_json(self) -> str:
@@ -95,11 +95,11 @@ class Study:
 
     @classmethod
     def read(cls, path: Path) -> "Study":
-        """A study from its file; StudyError if it is none."""
+        """Read a study from its JSON file; raise StudyError if the file does not contain one."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw.pop("version") != VERSION:
-                raise StudyError(f"{path} is of another version of thinwire: run the study again")
+                raise StudyError(f"{path} was written by another version of thinwire: run the study again")
             raw["claims"] = [Claim(**{k: v for k, v in c.items() if k != "ratio"}) for c in raw["claims"]]
             raw["tables"] = [Table(**table) for table in raw["tables"]]
             raw["figures"] = [
@@ -115,7 +115,7 @@ class Study:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """A figure as text: four significant digits, thousands apart."""
+    """Format a figure with four significant digits and thousands separators."""
     if value is None:
         return "–"
     size = abs(value)
@@ -123,8 +123,13 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{text} {unit}".strip() if unit != "x" else f"{text}x"
 
 
+def percent(share: float) -> str:
+    """Format a share, such as an accuracy, as a percentage with two decimals."""
+    return f"{100 * share:.2f} %"
+
+
 def claim_rows(claims: Sequence[Claim]) -> list[dict[str, str]]:
-    """The claims as text: the paper's, ours, the ratio, and whether it holds."""
+    """Return the claims as the rows of a table."""
     words = {True: "yes", False: "no", None: ""}
     return [
         {

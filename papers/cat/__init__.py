@@ -1,1 +1,1 @@
-"""Khirirat et al. 2020, CAT: communication-aware adaptive tuning of sparsification."""
+"""Khirirat et al. 2020: CAT, communication-aware adaptive tuning of the density."""

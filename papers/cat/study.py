@@ -1,18 +1,18 @@
-"""Khirirat et al. 2020 (CAT): send as many entries as buy the most descent for their cost.
+"""Khirirat et al. 2020 (CAT): each step sends the number of entries with the largest descent per communication cost.
 
-Objective against communication for fixed densities and for the rule, under three costs, with entries as they are, as
-signs, and chosen at random; on logistic regression by full gradients, as the theory has it, and on a small network.
+The objective against communication for fixed densities and for CAT's rule, with three cost models; entries are sent as
+they are, as signs, or chosen at random. The problems are logistic regression with full gradients, as in the theory, and
+a small network.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from papers.cluster import Setting
-from papers.labs import Bed, Trial, confirm
+from papers.labs import ConfirmationRun, LabTestbed, confirm
 from papers.problems import logistic, optimum
-from papers.runs import Curve, Goal
+from papers.simulation import PACKET_BYTES, Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Study, Table, number
-from papers.workshop import Workshop
+from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import ErrorFeedback, Feedback, NoFeedback
 from thinwire.codec.selection import TopK
@@ -24,29 +24,30 @@ from thinwire.tune.cost import Affine, Cost, Packets, Payload
 
 WORKERS = 4
 FIXED = (0.001, 0.01, 0.1)
-# A step's other cost is that of so many bytes, in the affine and the packet model: about 5 ms at 10 Mbit/s.
-OTHER_BYTES = 6000.0
+# The fixed cost of a step in the affine and the packet model, in bytes: about 5 ms at 10 Mbit/s.
+FIXED_BYTES = 6000.0
+HEADER_BYTES = 66  # of a packet
 COSTS: dict[str, Cost] = {
     "payload": Payload(),
-    "affine": Affine(latency=8 * OTHER_BYTES, bandwidth=1.0),
-    "packets": Packets(fixed=OTHER_BYTES),
+    "affine": Affine(latency=8 * FIXED_BYTES, bandwidth=1.0),
+    "packets": Packets(fixed=FIXED_BYTES),
 }
 RULES: dict[Rule, tuple[Values, str]] = {"plain": (Float32(), "as they are"), "sign": (Sign(), "signs")}
 
 
 def spent(cost: str, curve: Curve, place: int) -> float:
-    """Megabytes' worth that a worker had spent at an evaluation, by a cost model."""
-    steps = curve.step[place]
+    """Return what a worker had spent at an evaluation by a cost model, expressed in megabytes."""
+    fixed = curve.step[place] * FIXED_BYTES / 1e6
     if cost == "payload":
         return curve.megabytes[place]
     if cost == "affine":
-        return curve.megabytes[place] + steps * OTHER_BYTES / 1e6
-    return (curve.packets[place] * (1448 + 66) + steps * OTHER_BYTES) / 1e6
+        return curve.megabytes[place] + fixed
+    return curve.packets[place] * (PACKET_BYTES + HEADER_BYTES) / 1e6 + fixed
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A recipe with its data and how it is trained; the goal is a value of the objective."""
+    """A recipe with its data, which is trained with every method."""
 
     name: str
     recipe: Recipe
@@ -57,106 +58,109 @@ class Problem:
     feedback: Feedback
 
     def codecs(self) -> dict[str, Codec | None]:
-        """Every method by name."""
+        """Return the codec of every method; dense has none."""
         elements = self.recipe.parameter_count()
-        found: dict[str, Codec | None] = {"dense": None}
+        codecs: dict[str, Codec | None] = {"dense": None}
         for density in FIXED:
-            found[f"{100 * density:g} %"] = self._codec(TopK(density), Float32())
+            codecs[f"{100 * density:g} %"] = self._codec(TopK(density), Float32())
         for rule, (values, words) in RULES.items():
             for cost, model in COSTS.items():
                 name = f"CAT {cost}" if rule == "plain" else f"CAT {cost}, {words}"
-                found[name] = self._codec(_adaptive(model, rule, values, elements), values)
-        chance = _adaptive(COSTS["affine"], "stochastic", Float32(), elements)
-        found["CAT affine, stochastic"] = Codec(chance, Float32(), NoFeedback(), scope="global", min_numel=0)
-        found["CAT affine, 8 bit"] = self._codec(_adaptive(COSTS["affine"], "plain", Bits(8), elements), Bits(8))
-        return found
+                codecs[name] = self._codec(_adaptive(model, rule, values, elements), values)
+        random = _adaptive(COSTS["affine"], "stochastic", Float32(), elements)
+        codecs["CAT affine, stochastic"] = Codec(random, Float32(), NoFeedback(), scope="global", min_numel=0)
+        codecs["CAT affine, 8 bit"] = self._codec(_adaptive(COSTS["affine"], "plain", Bits(8), elements), Bits(8))
+        return codecs
 
     def _codec(self, selection: Any, values: Values) -> Codec:
         return Codec(selection, values, self.feedback, scope="global", min_numel=0)
 
-    def run(self, workshop: Workshop) -> dict[str, Curve]:
-        """The curves by name. A random choice is right on average only, and takes a smaller rate to be stable."""
+    def run(self, workspace: Workspace) -> dict[str, Curve]:
+        """Train with every method and return the curves."""
         curves = {}
         for name, codec in self.codecs().items():
+            # A random selection has a larger variance and needs a smaller learning rate to be stable.
             rate = self.lr * (0.2 if "stochastic" in name else 1.0)
-            setting = Setting(WORKERS, self.batch, rate, 0.0, codec)
-            # Where only bits cost, a step sends one entry, and needs many.
-            patient = 4 if "payload" in name and self.name == "logistic" else 1
-            goal = replace(self.goal, max_steps=patient * self.goal.max_steps)
+            setting = TrainingSetting(WORKERS, self.batch, rate, 0.0, codec)
+            # If only the payload costs, the rule sends one entry per step and needs many steps.
+            longer = 4 if "payload" in name and self.name == "logistic" else 1
+            goal = replace(self.goal, max_steps=longer * self.goal.max_steps)
             file = f"{self.name}-{name.replace(' %', '').replace(', ', '-').replace(' ', '-')}".lower()
-            curve = workshop.train(file, self.recipe, self.splits, setting, goal)
+            curve = workspace.train(file, self.recipe, self.splits, setting, goal)
             if curve is not None:
                 curves[name] = curve
         return curves
 
 
 def _adaptive(cost: Cost, rule: Rule, values: Values, elements: int) -> Adaptive:
-    """CAT's own rule: any number of entries, chosen anew at each step by each worker."""
+    """Return CAT's rule as published: each worker chooses any number of entries at each step."""
     least = 1.0 / elements
     selection = Adaptive(cost, rule=rule, floor=least, ceiling=1.0, start=0.01, smooth=1.0, agree=None)
     return selection.within(bits=float(values.bits), elements=elements, seed=0)
 
 
-def study(workshop: Workshop) -> Study:
-    """Both problems with every method; the rule must cost less than the best fixed density under its own cost."""
-    convex, best = _convex(workshop)
+def study(workspace: Workspace) -> Study:
+    """Train both problems with every method and compare the rule with the best fixed density under each cost model."""
+    convex, best = _convex(workspace)
     network = get_recipe("mnist-conv")
-    steps = 2500 if workshop.full else 300
+    steps = 2500 if workspace.full else 300
     goal = Goal(steps, steps // 30, train_samples=0, test_samples=0, objective_samples=1000)
-    other = Problem("network", network, workshop.load(network), 16, 0.05, goal, ErrorFeedback())
-    curves = {"logistic": convex.run(workshop), "network": other.run(workshop)}
+    other = Problem("network", network, workspace.load(network), 16, 0.05, goal, ErrorFeedback())
+    curves = {"logistic": convex.run(workspace), "network": other.run(workspace)}
     goals = {name: _goal(found) for name, found in curves.items()}
-    bed = Bed("mnist-conv", workshop.data, hosts=4, rate="100mbit", batch=16, lr=0.05)
-    confirmed, proof = confirm(workshop, Trial(bed, "topk1", Codec(TopK(0.01), Bits(8)), 0.9, 600, 25))
+    testbed = LabTestbed("mnist-conv", workspace.data, hosts=4, rate="100mbit", batch=16, lr=0.05)
+    run = ConfirmationRun(testbed, "topk1", Codec(TopK(0.01), Bits(8)), 0.9, 600, 25)
+    confirm_claims, confirm_tables = confirm(workspace, run)
     rows = {name: _costs(found, goals[name]) for name, found in curves.items()}
     claims = [claim for name in curves for claim in _claims(name, rows[name])]
     return Study(
         "cat",
-        workshop.scale,
+        workspace.scale,
         "CAT: communication-aware sparsification",
         "Khirirat et al., 2020",
         _verdict(claims),
-        [*claims, *confirmed],
-        [_table(name, found, rows[name], goals[name]) for name, found in curves.items()] + proof,
+        [*claims, *confirm_claims],
+        [_table(name, found, rows[name], goals[name]) for name, found in curves.items()] + confirm_tables,
         _figures(curves, best["value"]),
         [
-            "The data is MNIST. The paper's theory is of gradient descent at one node: logistic regression runs by "
-            "full gradients and without a memory here, on 4 workers; the network by batches and with a memory.",
-            f"In the affine and the packet model a step's other cost is that of {OTHER_BYTES:,.0f} bytes.",
-            "Bits are those of thinwire's frames, whose positions take about their entropy instead of log2(n) bits.",
-            "Signs travel with two means a block of 512 values instead of one scale in all.",
-            "What the rule's density costs is weighed by each worker for itself.",
-            "The goal is the objective that dense has after a third of its steps.",
+            "The data is MNIST. The theory is about gradient descent on one node. Here logistic regression uses full "
+            "gradients without error feedback on 4 workers, and the network uses batches with error feedback.",
+            f"In the affine and the packet model a step has a fixed cost of {FIXED_BYTES:,.0f} bytes.",
+            "Bits are those of thinwire's frames, whose indices take about their entropy instead of log2(n) bits each.",
+            "Signs are sent with two means per block of 512 values instead of one scale for all.",
+            "Each worker chooses its own density.",
+            "The goal is the objective that dense reaches after a third of its steps.",
         ],
         facts={"workers": f"{WORKERS}", "data": "MNIST"},
     )
 
 
-def _convex(workshop: Workshop) -> tuple[Problem, dict[str, float]]:
+def _convex(workspace: Workspace) -> tuple[Problem, dict[str, float]]:
     recipe = logistic()
-    splits = workshop.load(recipe, first=20_000 if workshop.full else 2000)
+    splits = workspace.load(recipe, first=20_000 if workspace.full else 2000)
     samples = len(splits.train)
-
-    def find() -> dict[str, float]:
-        found = optimum(recipe, splits.train, samples)
-        return {"value": found.value, "smoothness": found.smoothness}
-
-    best = workshop.part("optimum", find, setup=f"{recipe.name} samples={samples}", data=splits, needed=True)
-    assert best is not None  # the rate is made of it
-    steps = 1500 if workshop.full else 400
+    best = workspace.part(
+        "optimum",
+        lambda: optimum(recipe, splits.train, samples),
+        setup=f"{recipe.name} samples={samples}",
+        data=splits,
+        needed=True,
+    )
+    assert best is not None  # a needed part is always made
+    steps = 1500 if workspace.full else 400
     goal = Goal(steps, 10, train_samples=0, test_samples=0, objective_samples=samples)
     rate = 1.0 / best["smoothness"]
     return Problem("logistic", recipe, splits, samples // WORKERS, rate, goal, NoFeedback()), best
 
 
 def _goal(curves: dict[str, Curve]) -> float:
-    """The objective that dense has after a third of its steps: the others have time to meet it."""
+    """Return the objective that dense reaches after a third of its steps, so that slower methods can reach it too."""
     dense = curves.get("dense")
     return dense.objective[len(dense.objective) // 3] if dense is not None else 0.0
 
 
 def _costs(curves: dict[str, Curve], goal: float) -> dict[str, dict[str, float | None]]:
-    """What each method had spent, by each cost model, when the objective met the goal; None if it never did."""
+    """Return what each method had spent by each cost model when it reached the goal; None if it did not reach it."""
     found: dict[str, dict[str, float | None]] = {}
     for name, curve in curves.items():
         place = next((i for i, value in enumerate(curve.objective) if value <= goal), None)
@@ -166,7 +170,7 @@ def _costs(curves: dict[str, Curve], goal: float) -> dict[str, dict[str, float |
 
 
 def _claims(name: str, rows: dict[str, dict[str, float | None]]) -> list[Claim]:
-    """Under each cost: the rule's over the best fixed density's, dense among them."""
+    """Compare the rule's cost with that of the best fixed density, including dense, under each cost model."""
     claims = []
     for cost in COSTS:
         fixed = {n: found for n, row in rows.items() if not n.startswith("CAT") and (found := row[cost]) is not None}
@@ -194,10 +198,10 @@ def _claims(name: str, rows: dict[str, dict[str, float | None]]) -> list[Claim]:
 
 def _verdict(claims: list[Claim]) -> str:
     judged = [claim for claim in claims if claim.holds is not None]
-    kept = sum(1 for claim in judged if claim.holds)
+    holding = sum(1 for claim in judged if claim.holds)
     if not judged:
         return "Nothing is judged: not all runs of any comparison were made."
-    return f"The rule costs no more than the best fixed density in {kept} of {len(judged)} comparisons."
+    return f"The rule costs no more than the best fixed density in {holding} of {len(judged)} comparisons."
 
 
 def _table(name: str, curves: dict[str, Curve], rows: dict[str, dict[str, float | None]], goal: float) -> Table:
@@ -211,18 +215,20 @@ def _table(name: str, curves: dict[str, Curve], rows: dict[str, dict[str, float 
         }
         for method, row in rows.items()
     ]
-    return Table(f"{name}: what an objective of {goal:.4g} costs a worker", table, "In megabytes' worth by each model.")
+    return Table(
+        f"{name}: what an objective of {goal:.4g} costs a worker", table, "Cost by each model, expressed in megabytes."
+    )
 
 
 def _figures(curves: dict[str, dict[str, Curve]], best: float) -> list[Figure]:
     figures = []
     for name, found in curves.items():
-        base, words = (best, "objective above the least") if name == "logistic" else (0.0, "training loss")
+        base, words = (best, "objective above the optimum") if name == "logistic" else (0.0, "training loss")
         for cost in COSTS:
             shown = {n: c for n, c in found.items() if not n.startswith("CAT") or cost in n}
             series = [
                 Series(n, [spent(cost, c, i) for i in range(len(c.step))], [max(v - base, 1e-5) for v in c.objective])
                 for n, c in shown.items()
             ]
-            figures.append(Figure(f"{name}: {cost}", "MB's worth, a worker", words, series, log="xy"))
+            figures.append(Figure(f"{name}: {cost}", "cost of a worker (MB)", words, series, log="xy"))
     return figures

@@ -1,1 +1,1 @@
-"""Aji and Heafield 2017: sparse communication by gradient dropping."""
+"""Aji and Heafield 2017: gradient dropping."""

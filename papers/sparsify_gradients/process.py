@@ -1,9 +1,8 @@
-"""One host of SparsifyGradients as the paper describes it: broadcast, compute, send to the master, one after the other.
+"""One host of SparsifyGradients as in the paper: broadcast the model, compute, send the gradients to the master.
 
-Rank 0 is the master and computes no gradient. The model goes down dense, along a chain of hosts. Gradients come up
-whole, or as 8 bytes per kept value (int32, float32).
-Prints the times of every step by the machine's one monotonic clock, which all emulated hosts share; and how long a
-gradient takes a host that has the machine's cores for itself.
+Rank 0 is the master and computes no gradient. The model is broadcast dense along a chain of hosts. Gradients are sent
+whole, or as 8 bytes per selected value (int32, float32). The master prints the times of every step by the machine's
+monotonic clock, and how long a gradient takes on a host that has all cores for itself.
 """
 
 import ipaddress
@@ -25,12 +24,18 @@ from thinwire.codec.selection import Percentile
 from thinwire.codec.values import Float32
 from thinwire.tools.recipes.convnet import cuda_convnet
 
-# What arrives meanwhile is taken together, as network cards gather packets before they interrupt a processor.
-GATHERED = 1e-3  # seconds
+# Data that arrives within this time is received at once, as network cards coalesce interrupts.
+COALESCE_SECONDS = 1e-3
+# The learning rate for the sum of the gradients. Only the time counts here: at a rate that trains well, these random
+# images make the network diverge or its gradients vanish, and zeros need not be sent.
+RATE = 1e-3 / 13
+ALONE_ROUNDS = 5  # how often every host computes a gradient alone
+# The paper's threshold is exact, not estimated from a sample.
+PAPER = {"percentile90": Codec(Percentile(90, exact=True), Float32(), NoFeedback())}
 
 
 class Chain:
-    """This host's place between the one before and the one after it; a collective call."""
+    """This host's connections to its neighbours in the chain; making one is a collective operation."""
 
     def __init__(self) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -42,32 +47,32 @@ class Chain:
             self._after = _connected(places[rank + 1]) if rank + 1 < world else None
             self._before = server.accept()[0] if rank else None
 
-    def pass_on(self, vector: Tensor) -> None:
-        """The first host's vector (contiguous, on the CPU) becomes everybody's."""
+    def broadcast(self, vector: Tensor) -> None:
+        """Broadcast the first host's vector (contiguous, on the CPU) to all hosts."""
         whole, got = vector.numpy().data.cast("B"), 0
         if self._before is None and self._after is not None:
             self._after.sendall(whole)
         while self._before is not None and got < len(whole):
-            time.sleep(GATHERED)
+            time.sleep(COALESCE_SECONDS)
             more = self._before.recv_into(whole[got:])
             if not more:
-                raise ConnectionError("the host before this one in the chain is gone")
+                raise ConnectionError("the previous host of the chain closed its connection")
             if self._after is not None:
                 self._after.sendall(whole[got : got + more])
             got += more
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         for connection in (self._before, self._after):
             if connection is not None:
                 connection.close()
 
 
 def _own_address() -> str:
-    """The address under which the other hosts see this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, only finds the way
-        return str(asking.getsockname()[0])
+    """Return the address under which the other hosts reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, only selects the interface
+        return str(probe.getsockname()[0])
 
 
 def _connected(place: Tensor) -> socket.socket:
@@ -77,16 +82,8 @@ def _connected(place: Tensor) -> socket.socket:
     return connection
 
 
-# Of the sum of the gradients: only the time counts, and at a rate from which a network learns, on these images it
-# diverges or ends with gradients of zeros, which need not be sent.
-RATE = 1e-3 / 13
-ALONE = 5  # times that all hosts take their turns
-# The paper's threshold is that of all values, not of a sample.
-PAPER = {"percentile90": Codec(Percentile(90, exact=True), Float32(), NoFeedback())}
-
-
 class Host:
-    """A model as one vector, and this host's part in a step."""
+    """One host: the model as a vector, and the phases of a step."""
 
     def __init__(self, method: str, batch: int, chain: Chain) -> None:
         torch.manual_seed(0)
@@ -101,12 +98,12 @@ class Host:
         self.sent = 0  # bytes of the last gradient
 
     def synchronise(self) -> None:
-        """Everybody gets the master's model."""
-        self.chain.pass_on(self.vector)
+        """Receive the master's model."""
+        self.chain.broadcast(self.vector)
         nn.utils.vector_to_parameters(self.vector, self.model.parameters())
 
     def compute(self) -> Tensor:
-        """This host's gradient as it travels; the master has none."""
+        """Return this host's gradient as the message to send; the master's is empty."""
         if self.master:
             return self._message([])
         images = torch.randn(self.batch, 3, 32, 32, generator=self.generator)
@@ -115,7 +112,7 @@ class Host:
         return self._message(list(torch.autograd.grad(loss, list(self.model.parameters()))))
 
     def _message(self, gradients: list[Tensor]) -> Tensor:
-        """One row, the gradient; or two, the kept values' places (as the bits of float32) and the values."""
+        """Return one row, the dense gradient; or two rows, the selected indices (as float32 bits) and their values."""
         rows = 1 if self.codec is None else 2
         if self.master:
             return torch.empty(rows, 0)
@@ -128,23 +125,23 @@ class Host:
         return torch.stack([places.view(torch.float32), torch.cat([values for _, _, values in entries])])
 
     def aggregate(self, message: Tensor) -> None:
-        """All gradients go to the master, which applies one after the other."""
+        """Send all gradients to the master, which applies them one after the other."""
         longest = torch.tensor([message.shape[1]])
-        dist.all_reduce(longest, dist.ReduceOp.MAX)  # what a collective gathers has one size
+        dist.all_reduce(longest, dist.ReduceOp.MAX)  # gather needs messages of equal size
         self.sent = 4 * message.shape[0] * int(longest)
-        padded = torch.zeros(message.shape[0], int(longest))  # a zero at place zero changes nothing
+        padded = torch.zeros(message.shape[0], int(longest))  # a zero at index zero changes nothing
         padded[:, : message.shape[1]] = message
-        found = [torch.empty_like(padded) for _ in range(self.world)] if self.master else None
-        dist.gather(padded, found, dst=0)
-        for rows in (found or [])[1:]:
+        received = [torch.empty_like(padded) for _ in range(self.world)] if self.master else None
+        dist.gather(padded, received, dst=0)
+        for rows in (received or [])[1:]:
             if self.codec is None:
                 self.vector[: rows.shape[1]].add_(rows[0], alpha=-RATE)
             else:
                 self.vector.index_add_(0, rows[0].view(torch.int32), rows[1], alpha=-RATE)
 
 
-def step_of(host: Host) -> dict[str, float]:
-    """One step; the phases are kept apart by barriers, as in a bulk synchronous system."""
+def run_step(host: Host) -> dict[str, float]:
+    """Run one step and return the times at which its phases ended; barriers separate the phases."""
     times = {"began": time.monotonic()}
     host.synchronise()
     dist.barrier()
@@ -157,8 +154,8 @@ def step_of(host: Host) -> dict[str, float]:
     return times
 
 
-def alone(host: Host) -> float:
-    """Seconds of the slowest host's gradient, computed one host after the other: no other needs a core meanwhile."""
+def time_alone(host: Host) -> float:
+    """Return the seconds of the slowest host's gradient when the hosts compute one after the other."""
     spent = torch.zeros(1, dtype=torch.float64)
     for rank in range(1, host.world):
         dist.barrier()
@@ -171,20 +168,21 @@ def alone(host: Host) -> float:
 
 
 def main() -> None:
+    """Run all methods on this host, one after the other; the master prints the times."""
     options: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     chain = Chain()
     for method in options["methods"]:
         host = Host(method, options["batch"], chain)
-        begun = host.vector.clone()
+        initial = host.vector.clone()
         for _ in range(options["steps"]):
-            times = step_of(host)
+            times = run_step(host)
             if host.master:
-                moved = float((host.vector - begun).norm())
+                moved = float((host.vector - initial).norm())
                 print("STEP " + json.dumps({"method": method, "moved": moved, "sent": host.sent, **times}), flush=True)
-        for _ in range(ALONE):
-            slowest = alone(host)
+        for _ in range(ALONE_ROUNDS):
+            slowest = time_alone(host)
             if host.master:
                 print("ALONE " + json.dumps({"method": method, "seconds": slowest}), flush=True)
     chain.close()

@@ -1,96 +1,88 @@
 """Lam, Look and Whittell 2017 (SparsifyGradients): 13 workers and a master train cuda-convnet on CIFAR-10.
 
-Dense, 90 % dropped as the paper did it, and thinwire: epochs to 99.5 % train accuracy from the simulation, with several
-seeds at the full scale, the time of a step from the lab; and what the paper could not see: test accuracy, how long
-dropped values stay away, and how much may be dropped.
+Dense, 90 % dropped as in the paper, and thinwire. The epochs to 99.5 % train accuracy are simulated, with several seeds
+at the full scale; the time of a step is measured in the lab. Beyond the paper: test accuracy, how long dropped entries
+stay unsent, and how much can be dropped.
 """
 
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from papers.cluster import Cluster, Setting
-from papers.labs import Bed, Trial, broadcast_phases, confirm, served_phases, step_times
-from papers.runs import Curve, Goal
-from papers.sparsify_gradients.findings import (
-    BATCH,
-    DROPPED,
-    LR,
-    SEEDS,
-    TARGET,
-    THIN,
-    WORKERS,
-    Seeds,
-    away_figures,
-    codecs,
-    curve_figures,
-    differences,
-    epoch_claims,
-    phase_claims,
-    phase_table,
-    run_name,
-    seed_tables,
-    shape_figures,
-    sweep_figures,
-    sweep_table,
-    test_claims,
-    time_claims,
-    time_table,
-    times_of,
-    verdict,
-)
-from papers.sparsify_gradients.process import GATHERED
+from papers.labs import ConfirmationRun, LabTestbed, confirm, step_times
+from papers.simulation import Cluster, Curve, Goal, TrainingSetting
+from papers.sparsify_gradients import findings
+from papers.sparsify_gradients.findings import BATCH, DROPPED, LR, SEEDS, TARGET, THINWIRE, WORKERS, Seeds
+from papers.sparsify_gradients.process import COALESCE_SECONDS
 from papers.study import Study, Table
-from papers.workshop import Workshop
+from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import ErrorFeedback, NoFeedback
 from thinwire.codec.frame import FrameReader
 from thinwire.codec.selection import Percentile, TopK
 from thinwire.codec.values import Bits, Float32
+from thinwire.tools.events import Step, read_log
 from thinwire.tools.observe import gradient_histogram
+from thinwire.tools.race.launch import launch
+from thinwire.tools.race.race import Field
+from thinwire.tools.race.served import Terms
+from thinwire.tools.race.served_process import Served
+from thinwire.tools.race.train_served import ServedTraining
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import Recipe, Splits
 from thinwire.tune.presets import codec_for
 
 
-def study(workshop: Workshop) -> Study:
-    """Curves to the target, the lab's step times, their product, and the three extra questions."""
+def study(workspace: Workspace) -> Study:
+    """Train to the target, measure steps in the lab, predict times to the target, and study what is dropped."""
     recipe = get_recipe("cifar10")
-    splits = workshop.load(recipe, first=None if workshop.full else 1040)
-    seeds = _seeds(workshop, recipe, splits)
-    sweep = _sweep(workshop, recipe, splits)
-    steps = (300, 100) if workshop.full else (40, 20)
+    splits = workspace.load(recipe, first=None if workspace.full else 1040)
+    seeds = _seeds(workspace, recipe, splits)
+    sweep = _sweep(workspace, recipe, splits)
+    steps = (300, 100) if workspace.full else (40, 20)
     setup = f"{recipe.name} {WORKERS} x {BATCH} lr={LR:g} steps="
-    away = workshop.part("away", lambda: _away(recipe, splits, steps[0]), setup=f"{setup}{steps[0]}", data=splits)
-    shapes = workshop.part(
+    intervals = workspace.part(
+        "away", lambda: _intervals(recipe, splits, steps[0]), setup=f"{setup}{steps[0]}", data=splits
+    )
+    magnitudes = workspace.part(
         "magnitudes", lambda: _magnitudes(recipe, splits, steps[1]), setup=f"{setup}{steps[1]}", data=splits
     )
-    bed = Bed("cifar10", workshop.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
-    paper, phases, flat = _step_times(workshop, bed, workshop.load(recipe))
-    trial = Trial(_workers_only(bed), THIN[workshop.full], codec_for(THIN[workshop.full]), 0.35, 300, 10, 1000)
-    confirmed, proof = confirm(workshop, trial, flat)
-    times = times_of(seeds, paper, phases, flat)
-    claims = [*time_claims(times, seeds, workshop.full), *epoch_claims(seeds, workshop.full)]
-    claims += [*phase_claims(paper), *test_claims(seeds), *confirmed]
+    testbed = LabTestbed("cifar10", workspace.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
+    paper, served, ring = _step_times(workspace, testbed, workspace.load(recipe))
+    method = THINWIRE[workspace.full]
+    run = ConfirmationRun(_workers_only(testbed), method, codec_for(method), 0.35, 300, 10, 1000)
+    confirm_claims, confirm_tables = confirm(workspace, run, ring)
+    times = findings.times_of(seeds, paper, served, ring)
+    claims = [*findings.time_claims(times, seeds, workspace.full), *findings.epoch_claims(seeds, workspace.full)]
+    claims += [*findings.phase_claims(paper), *findings.test_claims(seeds), *confirm_claims]
     swept = any(sweep.values())
     tables = [
-        time_table(seeds, times),
-        *seed_tables(seeds),
-        *_phase_tables(paper, phases),
-        *([sweep_table(sweep)] if swept else []),
-        *proof,
+        findings.time_table(seeds, times),
+        *findings.seed_tables(seeds),
+        *_phase_tables(paper, served),
+        *([findings.sweep_table(sweep)] if swept else []),
+        *confirm_tables,
     ]
-    figures = [*curve_figures(seeds, times), *(sweep_figures(sweep) if swept else []), *away_figures(away)]
+    figures = [*findings.curve_figures(seeds, times), *(findings.sweep_figures(sweep) if swept else [])]
+    figures += [*findings.interval_figures(intervals or {}), *findings.magnitude_figures(magnitudes or [])]
     return Study(
         "sparsify-gradients",
-        workshop.scale,
+        workspace.scale,
         "SparsifyGradients",
         "Lam, Look and Whittell, 2017",
-        verdict(times, seeds),
+        findings.verdict(times, seeds),
         claims,
         tables,
-        [*figures, *shape_figures(shapes or [])],
-        differences(workshop, len(splits.train), seeds),
+        figures,
+        findings.differences(workspace, len(splits.train), seeds),
         facts={
             "workers": f"{WORKERS} and a master",
             "batch": f"{BATCH} x {WORKERS}",
@@ -100,107 +92,189 @@ def study(workshop: Workshop) -> Study:
     )
 
 
-def _step_times(workshop: Workshop, bed: Bed, splits: Splits) -> tuple[Any, Any, Any]:
-    """The lab's steps: the paper's way, thinwire's server, and no master; None where the lab is left out."""
-    both = codecs(workshop.full)
-    broadcast, flat = ["dense", "percentile90"], {name: push for name, (push, _) in both.items()}
-    steps = 40 if workshop.full else 12  # a few per cent decide over the paper's own claim
+def _step_times(workspace: Workspace, testbed: LabTestbed, splits: Splits) -> tuple[Any, Any, Any]:
+    """Measure a step in three ways: the paper's, thinwire's server, and without a master. None without the lab."""
+    both = findings.codecs(workspace.full)
+    broadcast, ring = ["dense", "percentile90"], {name: push for name, (push, _) in both.items()}
+    steps = 40 if workspace.full else 12  # a few per cent decide whether the paper's own claim holds
     return (
-        # Its processes make up their images.
-        workshop.lab_part(
+        workspace.lab_part(  # its processes use random images, so the data is not part of its identity
             "broadcast",
-            lambda: broadcast_phases(bed, broadcast, steps=steps),
-            setup=f"{bed.setup} chain of {1e3 * GATHERED:g} ms, exact, also alone: "
+            lambda: broadcast_phases(testbed, broadcast, steps=steps),
+            setup=f"{testbed.setup} chain of {1e3 * COALESCE_SECONDS:g} ms, exact, also alone: "
             f"{', '.join(broadcast)} steps={steps}",
         ),
-        workshop.lab_part("phases", lambda: _phases(bed, both), setup=f"{bed.setup} {both} steps=9", data=splits),
-        workshop.lab_part(
+        workspace.lab_part(
+            "phases",
+            lambda: {name: served_phases(testbed, push, pull, steps=9) for name, (push, pull) in both.items()},
+            setup=f"{testbed.setup} {both} steps=9",
+            data=splits,
+        ),
+        workspace.lab_part(
             "all-reduce",
-            lambda: _flat_times(_workers_only(bed), flat),
-            setup=f"{_workers_only(bed).setup} {', '.join(flat.values())} steps=12",
+            lambda: _ring_times(_workers_only(testbed), ring),
+            setup=f"{_workers_only(testbed).setup} {', '.join(ring.values())} steps=12",
             data=splits,
         ),
     )
 
 
+def broadcast_phases(testbed: LabTestbed, methods: Sequence[str], *, steps: int) -> dict[str, dict[str, float]]:
+    """Measure the milliseconds of a step and of its phases in the lab, by method.
+
+    Also returned are `moved`, the distance by which the steps changed the model, `sent`, the bytes of a gradient, and
+    `alone`, the milliseconds of the slowest host's computation while the other hosts are idle.
+    """
+    by_method: dict[str, list[dict[str, float]]] = {}
+    alone: dict[str, list[float]] = {}
+
+    def read(host: int, line: str) -> None:
+        kind, _, rest = line.partition(" ")
+        if kind in ("STEP", "ALONE"):
+            event = json.loads(rest)
+            method = event.pop("method")
+            if kind == "STEP":
+                by_method.setdefault(method, []).append(event)
+            else:
+                alone.setdefault(method, []).append(event["seconds"])
+
+    options = json.dumps({"methods": list(methods), "batch": testbed.batch, "steps": steps})
+    argv = [sys.executable, "-m", "papers.sparsify_gradients.process", options]
+    launch(argv, testbed.hosts, testbed.rate, read)
+    return {
+        method: {
+            **_median_phases(events[2:]),
+            "moved": events[-1]["moved"],
+            "alone": 1e3 * statistics.median(alone[method]),
+        }
+        for method, events in by_method.items()
+    }
+
+
+def _median_phases(events: list[dict[str, float]]) -> dict[str, float]:
+    phases = {
+        "synchronise": ("began", "synchronised"),
+        "compute": ("synchronised", "computed"),
+        "aggregate": ("computed", "ended"),
+        "ms": ("began", "ended"),
+    }
+    medians = {
+        name: 1e3 * statistics.median(event[end] - event[begin] for event in events)
+        for name, (begin, end) in phases.items()
+    }
+    return medians | {"sent": statistics.median(event["sent"] for event in events)}
+
+
+def served_phases(testbed: LabTestbed, push: str, pull: str, *, steps: int) -> dict[str, float]:
+    """Measure the milliseconds of a parameter server's step and of its phases; one of the hosts is the server.
+
+    As in the paper, the steps are bulk synchronous and nothing overlaps. Medians over steps of means over workers.
+    """
+    workers = testbed.hosts - 1
+    terms = Terms(
+        testbed.plan(steps, steps + 1), workers=workers, push=push, pull=pull, overlap=False, phased=True, timeout=60.0
+    )
+    served = Served(testbed.recipe, testbed.data, terms)
+    place = Field(workers, testbed.rate, "thinwire reproduce")
+    with tempfile.TemporaryDirectory() as folder:
+        training = ServedTraining(get_recipe(testbed.recipe), served, place, Path(folder) / "log.jsonl")
+        training.run()
+        log = read_log(training.log)
+    by_step: dict[int, list[Step]] = {}
+    for step in log.steps:
+        by_step.setdefault(step.step, []).append(step)
+    complete = [steps for number, steps in sorted(by_step.items()) if number > 2 and len(steps) == workers]
+
+    def median(name: str) -> float:
+        means = [statistics.mean(getattr(step, name) for step in steps) for steps in complete]
+        return 1e3 * float(statistics.median(means))
+
+    phases = {name: median(name) for name in ("compute", "aggregate", "synchronise")}
+    ends = [max(step.wall for step in steps) for steps in complete]
+    return {**phases, "ms": 1e3 * statistics.median(after - before for before, after in pairwise(ends))}
+
+
 def _phase_tables(paper: Any, served: Any) -> list[Table]:
-    titled = {"Phases of a step as in the paper": paper, "Phases of a step with thinwire's server": served}
-    return [phase_table(title, phases) for title, phases in titled.items() if phases]
+    titles = {"Phases of a step as in the paper": paper, "Phases of a step with thinwire's server": served}
+    return [findings.phase_table(title, phases) for title, phases in titles.items() if phases]
 
 
-def _workers_only(bed: Bed) -> Bed:
-    """The same workers without a master, for DDP."""
-    return Bed(bed.recipe, bed.data, WORKERS, bed.rate, bed.batch, bed.lr)
+def _workers_only(testbed: LabTestbed) -> LabTestbed:
+    """Return the same hosts without the master, for DDP."""
+    return replace(testbed, hosts=WORKERS)
 
 
-def _flat_times(bed: Bed, methods: dict[str, str]) -> Any:
-    measured = step_times(bed, list(methods.values()), steps=12)
+def _ring_times(testbed: LabTestbed, methods: dict[str, str]) -> Any:
+    """Return the step times under the names of the lab's methods and of the study's."""
+    measured = step_times(testbed, list(methods.values()), steps=12)
     return {**measured, **{name: measured[method] for name, method in methods.items()}}
 
 
-def _seeds(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Seeds]:
-    """Every method's runs to the target; a method without any is left out."""
+def _seeds(workspace: Workspace, recipe: Recipe, splits: Splits) -> dict[str, Seeds]:
+    """Train every method to the target with every seed; methods without a finished run are left out."""
     per_epoch = len(splits.train) // (WORKERS * BATCH)
-    # Evaluating takes a third of training's time for as many images: every epoch, or every other small one.
-    epochs, every, samples, test = (60, 1, 5000, 10_000) if workshop.full else (90, 2, 1040, 500)
+    # Evaluating an image takes a third of the time of training on it: every epoch at the full scale, else every other.
+    epochs, every, samples, test = (60, 1, 5000, 10_000) if workspace.full else (90, 2, 1040, 500)
     goal = Goal(epochs * per_epoch, every * per_epoch, samples, test, target=TARGET)
-    methods = codecs(workshop.full)
-    found: dict[str, dict[int, Curve]] = {name: {} for name in methods}
-    for seed in range(SEEDS[workshop.full]):  # all methods with one seed first: that much can be compared
+    methods = findings.codecs(workspace.full)
+    curves: dict[str, dict[int, Curve]] = {name: {} for name in methods}
+    for seed in range(SEEDS[workspace.full]):  # in this order, methods can be compared after the first seed
         for name, (push, _) in methods.items():
             codec = None if push == "dense" else codec_for(push)
-            setting = Setting(WORKERS, BATCH, LR, 0.0, codec, seed=seed)
-            curve = workshop.train(run_name(name, seed), recipe, splits, setting, goal)
+            setting = TrainingSetting(WORKERS, BATCH, LR, 0.0, codec, seed=seed)
+            curve = workspace.train(findings.run_name(name, seed), recipe, splits, setting, goal)
             if curve is not None:
-                found[name][seed] = curve
-    return {name: Seeds(curves) for name, curves in found.items() if curves}
+                curves[name][seed] = curve
+    return {name: Seeds(own) for name, own in curves.items() if own}
 
 
-def _sweep(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, dict[float, Curve]]:
-    """Every share dropped, with and without memory, for the same number of steps."""
-    steps, samples = (1500, 2000) if workshop.full else (60, 1040)
+def _sweep(workspace: Workspace, recipe: Recipe, splits: Splits) -> dict[str, dict[float, Curve]]:
+    """Train for the same number of steps with every share dropped, with and without error feedback."""
+    steps, samples = (1500, 2000) if workspace.full else (60, 1040)
     goal = Goal(steps, steps, samples, 1000)
-    found: dict[str, dict[float, Curve]] = {"without memory": {}, "with memory": {}}
+    curves: dict[str, dict[float, Curve]] = {"without error feedback": {}, "with error feedback": {}}
     for dropped in (0.0, *DROPPED):
-        for words, memory in (("without memory", NoFeedback()), ("with memory", ErrorFeedback())):
-            codec = Codec(Percentile(dropped), Float32(), memory) if dropped else None
+        for words, feedback in zip(curves, (NoFeedback(), ErrorFeedback()), strict=True):
+            codec = Codec(Percentile(dropped), Float32(), feedback) if dropped else None
             name = f"dropped-{dropped:g}-{words.split()[0]}" if dropped else "dropped-0"
-            curve = workshop.train(name, recipe, splits, Setting(WORKERS, BATCH, LR, 0.0, codec), goal)
+            curve = workspace.train(name, recipe, splits, TrainingSetting(WORKERS, BATCH, LR, 0.0, codec), goal)
             if curve is not None:
-                found[words][dropped] = curve
-    return found
+                curves[words][dropped] = curve
+    return curves
 
 
-def _away(recipe: Recipe, splits: Splits, steps: int) -> dict[str, Any]:
-    """After how many steps an entry of one worker's gradient travels again, by method: shares per number of steps."""
+def _intervals(recipe: Recipe, splits: Splits, steps: int) -> dict[str, Any]:
+    """Count after how many steps one worker sends an entry again, by method.
+
+    `share` has the share of all repeated entries for each number of steps, `never` the share of entries never sent.
+    """
     found = {}
     for name, codec in (
         ("percentile90", codec_for("percentile90")),
-        ("percentile90 with memory", Codec(Percentile(90), Bits(8))),
+        ("percentile90 with error feedback", Codec(Percentile(90), Bits(8))),
         ("thinwire at 1 %", Codec(TopK(0.01), Bits(8))),
     ):
-        cluster = Cluster(recipe, splits.train, Setting(WORKERS, BATCH, LR, 0.0, codec))
-        large = [i for i, n in enumerate(cluster.numels) if n >= codec.min_numel]
-        last = {i: torch.full((cluster.numels[i],), -1) for i in large}
-        ages = torch.zeros(steps + 1, dtype=torch.long)
+        cluster = Cluster(recipe, splits.train, TrainingSetting(WORKERS, BATCH, LR, 0.0, codec))
+        last_sent = {i: torch.full((n,), -1) for i, n in enumerate(cluster.numels) if n >= codec.min_numel}
+        counts = torch.zeros(steps + 1, dtype=torch.long)
         for step in range(steps):
             cluster.step()
             reader = FrameReader(cluster.frames[0], cluster.numels)
             for section in reader.sections:
-                if section.id in last:
-                    places = reader.entries(section)[0]
-                    before = last[section.id][places]
-                    ages += torch.bincount(step - before[before >= 0], minlength=steps + 1)[: steps + 1]
-                    last[section.id][places] = step
+                if section.id in last_sent:
+                    indices = reader.entries(section)[0]
+                    before = last_sent[section.id][indices]
+                    counts += torch.bincount(step - before[before >= 0], minlength=steps + 1)[: steps + 1]
+                    last_sent[section.id][indices] = step
         cluster.close()
-        never = sum(int((t < 0).sum()) for t in last.values()) / sum(t.numel() for t in last.values())
-        found[name] = {"share": (ages[1:] / max(int(ages.sum()), 1)).tolist(), "never": never}
+        never = torch.cat([last < 0 for last in last_sent.values()]).double().mean()
+        found[name] = {"share": (counts[1:] / max(int(counts.sum()), 1)).tolist(), "never": float(never)}
     return found
 
 
 def _magnitudes(recipe: Recipe, splits: Splits, steps: int) -> list[dict[str, Any]]:
-    """Histograms of one worker's gradient magnitudes per layer, at the start and after some steps."""
-    cluster = Cluster(recipe, splits.train, Setting(WORKERS, BATCH, LR))
+    """Return histograms of one worker's gradient magnitudes per layer, at the start and after some steps."""
+    cluster = Cluster(recipe, splits.train, TrainingSetting(WORKERS, BATCH, LR))
     found = []
     for step in range(steps + 1):
         if step in (0, steps):
@@ -217,7 +291,3 @@ def _magnitudes(recipe: Recipe, splits: Splits, steps: int) -> list[dict[str, An
             cluster.step()
     cluster.close()
     return found
-
-
-def _phases(bed: Bed, methods: dict[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
-    return {name: served_phases(bed, push, pull, steps=9) for name, (push, pull) in methods.items()}

@@ -1,21 +1,19 @@
-"""Pieces of the studies: products, costs and the theory's quantities, on figures small enough to know the answer."""
+"""Parts of the studies: predicted times, costs and the theory's quantities, on inputs with known answers."""
 
 import pytest
 import torch
 from papers.cat import study as cat
-from papers.cluster import Cluster, Setting
-from papers.gradient_dropping import findings as dropping_showing
 from papers.gradient_dropping import study as gradient_dropping
-from papers.labs import Bed, broadcast_phases, served_phases
+from papers.labs import LabTestbed
 from papers.problems import logistic, optimum
-from papers.request_scheduling import findings as scheduling_showing
-from papers.request_scheduling import study as request_scheduling
-from papers.runs import Curve, objective
+from papers.simulation import Cluster, Curve, TrainingSetting, objective
 from papers.sparsify_gradients import process as paper_process
-from papers.topk_convergence import study as theory
+from papers.sparsify_gradients.study import broadcast_phases, served_phases
 from papers.topk_convergence import study as topk_convergence
+from papers.tsai_thesis import request_scheduling
 
 from thinwire.codec.frame import FrameReader
+from thinwire.codec.values import Float32
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tools.recipes.recipe import TensorSplit
@@ -28,22 +26,22 @@ def curve(name: str, reached: int | None, test: list[float]) -> Curve:
     return Curve(name, 10, steps, test, test, [1.0 - v for v in test], test, megabytes, megabytes, reached=reached)
 
 
-def test_lab_times_are_only_told_of_what_the_lab_sent() -> None:
-    lab = {method: {"ms": 10.0 * (i + 1), "bytes": 1e6} for i, method in enumerate(dropping_showing.LAB.values())}
-    times = {name: dropping_showing.lab_ms(lab, name, codec) for name, codec in gradient_dropping.MNIST.items()}
+def test_lab_times_are_given_only_for_codecs_that_the_lab_ran() -> None:
+    lab = {method: {"ms": 10.0 * (i + 1), "bytes": 1e6} for i, method in enumerate(gradient_dropping.LAB.values())}
+    times = {name: gradient_dropping.lab_ms(lab, name, codec) for name, codec in gradient_dropping.MNIST.items()}
     # The lab's values are 8 bits wide, those of "90 %" and "99.9 %" 32.
     assert {name: ms for name, ms in times.items() if ms is not None} == {"dense": 10.0, "99 %, 8 bit": 40.0}
-    assert dropping_showing.lab_ms(lab, "90 %", codec_for("percentile90-residual")) == 20.0
-    assert len(dropping_showing.lab_table(lab)[0].rows) == 4
+    assert gradient_dropping.lab_ms(lab, "90 %", codec_for("percentile90-residual")) == 20.0
+    assert len(gradient_dropping.lab_tables(lab)[0].rows) == 4
     found = {"dense": curve("dense", None, [0.5, 0.9]), "99 %": curve("99 %", None, [0.9, 0.9])}
-    claims = {c.what: c for c in dropping_showing.digit_claims(found, lab)}
+    claims = {c.what: c for c in gradient_dropping.digit_claims(found, lab)}
     timed = claims["MNIST, 99 % dropped: time to dense's accuracy"]
     assert timed.ours == pytest.approx(20 * 10.0 / (10 * 40.0)) and "32-bit" in timed.note
     found["99 %, 8 bit"] = curve("99 %, 8 bit", None, [0.5, 0.9])
-    claims = {c.what: c for c in dropping_showing.digit_claims(found, lab)}
+    claims = {c.what: c for c in gradient_dropping.digit_claims(found, lab)}
     timed = claims["MNIST, 99 % dropped: time to dense's accuracy"]
     assert timed.ours == pytest.approx(20 * 10.0 / (20 * 40.0)) and "8-bit" in timed.note
-    table = dropping_showing.translation_tables(
+    table = gradient_dropping.translation_tables(
         {"translate": {"99 %": found["99 %"], "99 %, global": found["99 %"]}}, {"translate": lab}
     )
     assert [row["Step in the lab"] for row in table[0].rows] == ["40 ms", "–"]
@@ -52,55 +50,55 @@ def test_lab_times_are_only_told_of_what_the_lab_sent() -> None:
 def test_costs_of_cat() -> None:
     run = curve("CAT affine", None, [0.2, 0.6, 0.9])
     assert cat.spent("payload", run, 1) == 20.0
-    assert cat.spent("affine", run, 1) == pytest.approx(20.0 + 20 * cat.OTHER_BYTES / 1e6)
+    assert cat.spent("affine", run, 1) == pytest.approx(20.0 + 20 * cat.FIXED_BYTES / 1e6)
     costs = cat._costs({"dense": run, "CAT payload": run}, goal=0.45)
     assert costs["dense"]["steps"] == 20
     assert cat._costs({"dense": run}, goal=0.01)["dense"]["payload"] is None
 
 
-def test_one_worker_alone_has_no_xi() -> None:
+def test_xi_of_a_single_worker_is_zero() -> None:
     recipe = get_recipe("digits")
-    codec = topk_convergence._codec(0.01, 32)
-    cluster = Cluster(recipe, recipe.load(None).train, Setting(1, 8, 0.05, 0.0, codec))
+    codec = topk_convergence.topk_codec(0.01, Float32())
+    cluster = Cluster(recipe, recipe.load(None).train, TrainingSetting(1, 8, 0.05, 0.0, codec))
     found = Curve("one", 1)
     for _ in range(2):
-        cluster.step(theory.note(found, cluster, 0.01))
+        cluster.step(topk_convergence.theory_probe(found, cluster, 0.01))
     cluster.close()
     assert found.notes["xi"] == [0.0, 0.0]
-    assert all(0.0 < share < 1.0 for share in found.notes["delta"]) and found.notes["held"][1] > 0.0
+    assert all(0.0 < share < 1.0 for share in found.notes["delta"]) and found.notes["residual"][1] > 0.0
 
 
-def test_savings_are_at_equal_accuracy() -> None:
+def test_savings_are_compared_at_equal_accuracy() -> None:
     dense, thin = curve("dense", None, [0.5, 0.9]), curve("1 %", None, [0.2, 0.5, 0.9])
     thin.megabytes = [0.1, 0.2, 0.3]
-    rows = {row["name"]: row for row in topk_convergence._savings({"dense": dense, "1 %": thin})}
+    rows = {row["name"]: row for row in topk_convergence.savings({"dense": dense, "1 %": thin})}
     assert rows["1 %"]["times"] == pytest.approx(20.0 / 0.3)
 
 
-def test_the_optimum_is_below_whatever_was_trained() -> None:
+def test_the_optimum_is_below_the_initial_objective() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(60, 1, 28, 28, generator=generator)
     split = TensorSplit(inputs, torch.randint(10, (60,), generator=generator))
     recipe = logistic()
-    found = optimum(recipe, split, 10_000)  # more than there are: all
+    best = optimum(recipe, split, 10_000)  # more samples than there are means all
     with torch.no_grad():
         begun = float(recipe.loss(recipe.build(0), split.batch(range(60))))
-    assert found.value < begun == pytest.approx(objective(recipe, recipe.build(0), split, 10_000))
-    assert found.smoothness > 0.0
+    assert best["value"] < begun == pytest.approx(objective(recipe, recipe.build(0), split, 10_000))
+    assert best["smoothness"] > 0.0
 
 
 def test_the_model_of_scheduling() -> None:
-    setup = request_scheduling.Setup(2, 3, (0.02, 0.01), slowness=(2.0, 1.0))
-    rows = request_scheduling._model(setup)
+    setup = request_scheduling.SchedulingSetup(2, 3, (0.02, 0.01), slowness=(2.0, 1.0))
+    rows = request_scheduling.predict(setup)
     assert len(rows) == 24 and all(row["seconds"] > 0 for row in rows)
     assert all(row["most"] <= row["bound"] for row in rows)
-    claims = scheduling_showing.claims({"lab": rows, "model": rows})
+    claims = request_scheduling.claims({"lab": rows, "model": rows})
     assert len(claims) == 11 and claims[-1].ours == pytest.approx(1.0) and claims[-1].holds
-    assert scheduling_showing.verdict({"lab": rows, "model": rows}).startswith("In the lab, ")
+    assert request_scheduling.verdict({"lab": rows, "model": rows}).startswith("In the lab, ")
 
 
-def test_noise_makes_no_claim_of_scheduling_hold() -> None:
-    """One lucky bound of six is not enough, nor is a difference within the margin."""
+def test_noise_does_not_make_a_claim_of_scheduling_hold() -> None:
+    """One fast bound of six is not enough, nor is a difference within the margin."""
 
     def rows(**seconds: list[float]) -> list[dict[str, object]]:
         return [
@@ -112,18 +110,19 @@ def test_noise_makes_no_claim_of_scheduling_hold() -> None:
     same = [10.0] * 6
     lucky = [10.0, 10.0, 8.0, 10.0, 10.0, 10.0]
     noisy = rows(fifo=lucky, filo=[12.0, *same[1:]], stalest=lucky, forward=[9.8] * 6)
-    assert [claim.holds for claim in scheduling_showing._expectations("lab", noisy)] == [False] * 5
-    assert not any("starves" in claim.note for claim in scheduling_showing._expectations("lab", noisy))
+    assert [claim.holds for claim in request_scheduling.expectations("lab", noisy)] == [False] * 5
+    assert not any("starves" in claim.note for claim in request_scheduling.expectations("lab", noisy))
     clear = rows(fifo=[12.0, *same[1:]], filo=[14.0] * 6, stalest=[9.0] * 6, forward=[9.0] * 6)
-    judged = scheduling_showing._expectations("lab", clear)
+    judged = request_scheduling.expectations("lab", clear)
     assert [claim.holds for claim in judged] == [True, True, True, True, False]
     assert "starves" in judged[2].note and "starves" not in judged[0].note
 
 
 @pytest.mark.parametrize("method", ["dense", "percentile90"])
-def test_a_step_as_in_the_paper_is_plain_descent(method: str) -> None:
-    """Phases are measured, and the master's model is the one that a single process gets from the workers' sums."""
-    found = broadcast_phases(Bed("cifar10", None, hosts=3, rate=None, batch=2, lr=0.1), [method], steps=4)[method]
+def test_a_step_as_in_the_paper_is_gradient_descent(method: str) -> None:
+    """All phases are measured, and the master's model equals that of one process that applies the summed gradients."""
+    testbed = LabTestbed("cifar10", None, hosts=3, rate=None, batch=2, lr=0.1)
+    found = broadcast_phases(testbed, [method], steps=4)[method]
     assert found["ms"] > 0 and all(found[name] > 0 for name in ("synchronise", "compute", "alone", "aggregate"))
     torch.manual_seed(0)
     model = cuda_convnet()
@@ -154,7 +153,7 @@ def test_a_step_as_in_the_paper_is_plain_descent(method: str) -> None:
 
 
 def test_phases_of_a_served_step() -> None:
-    bed = Bed("digits", None, hosts=3, rate=None, batch=8, lr=0.05)
-    found = served_phases(bed, "dense", "dense", steps=6)
+    testbed = LabTestbed("digits", None, hosts=3, rate=None, batch=8, lr=0.05)
+    found = served_phases(testbed, "dense", "dense", steps=6)
     assert set(found) == {"compute", "aggregate", "synchronise", "ms"} and all(v >= 0 for v in found.values())
     assert found["ms"] > 0

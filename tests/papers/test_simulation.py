@@ -1,4 +1,4 @@
-"""The simulated cluster: the same numbers as real workers, and as itself after an interruption."""
+"""Simulated training gives the same results as real workers, and the same after an interruption."""
 
 import json
 from collections.abc import Callable
@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from papers.cluster import Cluster, Diverged, Gradients, Setting, drawn
-from papers.labs import Bed, end_to_end
-from papers.runs import Curve, Goal, Probing, Simulation
+from papers.labs import ConfirmationRun, LabTestbed, end_to_end
+from papers.simulation import (
+    Cluster,
+    Curve,
+    Diverged,
+    Goal,
+    Gradients,
+    PeriodicProbe,
+    Simulation,
+    TrainingSetting,
+    seed_dropout,
+)
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
@@ -21,7 +30,7 @@ WORKERS, BATCH, LR = 3, 8, 0.05
 
 def cluster(codec: Codec | None, *, dense_steps: int = 0) -> Cluster:
     recipe = get_recipe("digits")
-    return Cluster(recipe, recipe.load(None).train, Setting(WORKERS, BATCH, LR, 0.0, codec, dense_steps))
+    return Cluster(recipe, recipe.load(None).train, TrainingSetting(WORKERS, BATCH, LR, 0.0, codec, dense_steps))
 
 
 def parameters(of: Cluster) -> torch.Tensor:
@@ -65,7 +74,7 @@ def test_a_probe_changes_nothing() -> None:
     assert torch.equal(parameters(one), parameters(other))
 
 
-def test_a_rate_that_is_too_high_is_told() -> None:
+def test_a_learning_rate_that_is_too_high_is_reported() -> None:
     run = cluster(codec_for("topk1"))
     run.optimizer.param_groups[0]["lr"] = 1e30
     with pytest.raises(Diverged, match="rate is too high"):
@@ -85,15 +94,15 @@ def test_a_run_that_diverges_ends_and_says_so(codec: Codec | None, tmp_path: Pat
 def simulation(codec: Codec | None, steps: int = 12) -> Simulation:
     recipe = get_recipe("digits")
     goal = Goal(steps, 3, train_samples=100, test_samples=100, objective_samples=50)
-    return Simulation("run", recipe, recipe.load(None), Setting(WORKERS, BATCH, LR, 0.0, codec), goal)
+    return Simulation("run", recipe, recipe.load(None), TrainingSetting(WORKERS, BATCH, LR, 0.0, codec), goal)
 
 
 def figures(curve: Curve) -> dict[str, object]:
     return {key: value for key, value in vars(curve).items() if key != "seconds"}
 
 
-def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papers.runs.SAVE_SECONDS", 0.0)
+def test_an_interrupted_run_continues_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("papers.simulation.SAVE_SECONDS", 0.0)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
@@ -120,28 +129,28 @@ def test_a_finished_run_is_read_and_another_is_not(tmp_path: Path) -> None:
     assert steps[-1] == 6
 
 
-def test_what_a_probe_notes_is_kept(tmp_path: Path) -> None:
+def test_the_notes_of_a_probe_are_saved(tmp_path: Path) -> None:
     def note(curve: Curve, of: Cluster):  # type: ignore[no-untyped-def]
         return lambda gradients, codecs: curve.notes.setdefault("at", []).append(of.done)
 
-    simulation(codec_for("topk1")).run(tmp_path, probe=Probing(5, note))
+    simulation(codec_for("topk1")).run(tmp_path, probe=PeriodicProbe(5, note))
     assert json.loads((tmp_path / "run.json").read_text())["curve"]["notes"] == {"at": [0, 5, 10]}
 
 
 def test_real_workers_reach_the_same_accuracies(tmp_path: Path) -> None:
-    bed = Bed("digits", None, hosts=2, rate=None, batch=BATCH, lr=0.02)
-    real = end_to_end(bed, "topk1", target=0.999, max_steps=12, evaluate_every=4, test_samples=200)
+    testbed = LabTestbed("digits", None, hosts=2, rate=None, batch=BATCH, lr=0.02)
+    real = end_to_end(ConfirmationRun(testbed, "topk1", None, 0.999, 12, 4, 200))
     recipe = get_recipe("digits")
-    setting = Setting(2, BATCH, 0.02, recipe.defaults.momentum, codec_for("topk1"))
+    setting = TrainingSetting(2, BATCH, 0.02, recipe.defaults.momentum, codec_for("topk1"))
     goal = Goal(12, 4, train_samples=0, test_samples=200)
     curve = Simulation("same", recipe, recipe.load(None), setting, goal).run(tmp_path)
     assert [step for step, _ in real["values"]] == curve.step
-    # Sums in another order round differently, and a link's frames may not grow at once: a few samples may turn.
+    # Sums in another order round differently, and a link's frames grow with delay: a few samples may change.
     assert curve.test == pytest.approx([value for _, value in real["values"]], abs=0.04)
 
 
 class _Attentive(nn.Module):
-    """Attention's own dropout draws inside its operation, where no generator can be given."""
+    """A model whose attention draws dropout masks inside its operation, where no generator can be given."""
 
     def __init__(self, pixels: int) -> None:
         super().__init__()
@@ -167,11 +176,11 @@ def test_dropout_is_the_same_with_any_number_of_threads(model: Callable[[int], n
     pixels = train.batch([0])[0].numel()
     runs = []
     for threads in (1, 2, 2):
-        torch.manual_seed(threads)  # what others drew before does not matter
+        torch.manual_seed(threads)  # the state of the global generator does not matter
         run = Cluster(
             replace(recipe, model=lambda: model(pixels)),
             train,
-            Setting(WORKERS, BATCH, LR, 0.0, codec_for("topk1")),
+            TrainingSetting(WORKERS, BATCH, LR, 0.0, codec_for("topk1")),
             threads=threads,
         )
         losses = [run.step().loss for _ in range(5)]
@@ -186,10 +195,10 @@ def test_dropout_draws_what_torch_draws() -> None:
     model = nn.Sequential(nn.Dropout(0.3))
     torch.manual_seed(7)
     expected = model(x)
-    draws = drawn(model)
+    draws = seed_dropout(model)
     draws.seed(7)
     assert torch.equal(model(x), expected)
     assert torch.equal(model.eval()(x), x)
     everything = nn.Sequential(nn.Dropout(1.0))
-    drawn(everything).seed(7)
+    seed_dropout(everything).seed(7)
     assert torch.equal(everything(x), torch.zeros_like(x))

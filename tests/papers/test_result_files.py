@@ -1,14 +1,14 @@
-"""Studies as files: what is written is read, pages and docs are made from it, and the committed docs are current."""
+"""Result files: JSON is read as it was written, pages and docs are made from it, and the committed docs are current."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from papers.__main__ import _tell, main
+from papers.__main__ import main, report
+from papers.files import read_studies, results_page, take_screenshot, write_study
 from papers.study import Claim, Figure, Series, Study, StudyError, Table, claim_rows, number
-from papers.workshop import Workshop
-from papers.writing import document, photograph, read_studies, write_study
+from papers.workspace import Workspace
 
 from papers import STUDIES
 from tests.tools.report.browser import render
@@ -42,10 +42,10 @@ def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["claims"][0]["ratio"] == 1.5
 
 
-def test_its_page_is_drawn_in_a_browser_and_photographed(tmp_path: Path) -> None:
+def test_the_page_of_a_study_is_drawn_in_a_browser(tmp_path: Path) -> None:
     _, page = write_study(example(), tmp_path)
     picture = tmp_path / "cat-small.png"
-    assert photograph(page, picture) is None
+    assert take_screenshot(page, picture) is None
     found = render(page)
     assert 'data-drawn="' in found.dom and found.dom.count('id="plot-') == 2 and not found.console
     assert "A title with &lt;b&gt;" in found.dom
@@ -53,7 +53,7 @@ def test_its_page_is_drawn_in_a_browser_and_photographed(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cat-small.html", "cat-small.json", "cat-small.png"]
 
 
-BROKEN = {  # what a browser may do, and what is said of it
+BROKEN = {  # what a browser may do, and the reason that is reported
     "exit 1": "could not draw the page",
     "exec sleep 30": "did not end within 0.5 seconds",
     'case "$*" in *dump-dom*) echo data-height=\\"100\\";; esac': "took no picture",
@@ -63,7 +63,7 @@ BROKEN = {  # what a browser may do, and what is said of it
 
 
 @pytest.mark.parametrize("script", BROKEN)
-def test_an_old_picture_does_not_pass_for_a_new_one(
+def test_an_old_picture_is_not_mistaken_for_a_new_one(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     browser = tmp_path / "bin" / "chromium"
@@ -71,18 +71,18 @@ def test_an_old_picture_does_not_pass_for_a_new_one(
     browser.write_text(f"#!/bin/sh\n{script}\n")
     browser.chmod(0o755)
     monkeypatch.setenv("PATH", f"{browser.parent}:/usr/bin:/bin")
-    monkeypatch.setattr("papers.writing.PATIENCE", 0.5 if "sleep" in script else 60.0)
+    monkeypatch.setattr("papers.files.BROWSER_TIMEOUT", 0.5 if "sleep" in script else 60.0)
     (tmp_path / "cat-small.png").write_bytes(b"\x89PNG of before")
-    _tell(example(), tmp_path, as_json=False)
+    report(example(), tmp_path, None)
     said = capsys.readouterr().out
     assert "only ours" in said and f"{BROKEN[script]}." in said and "cat-small.png" not in said
     assert not (tmp_path / "cat-small.png").exists()
 
 
-def test_a_browser_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papers.writing.shutil.which", lambda name: str(tmp_path / "none"))
+def test_a_browser_that_cannot_be_started_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("papers.files.shutil.which", lambda name: str(tmp_path / "none"))
     _, page = write_study(example(), tmp_path)
-    assert "No such file" in str(photograph(page, tmp_path / "cat-small.png"))
+    assert "No such file" in str(take_screenshot(page, tmp_path / "cat-small.png"))
 
 
 def test_claims_as_rows() -> None:
@@ -102,7 +102,7 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
 def test_the_committed_docs_are_current() -> None:
     studies = read_studies(PROJECT / "results")
     said = (PROJECT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert said == document(studies), "docs/results.md is out of date: run thinwire reproduce --docs"
+    assert said == results_page(studies), "docs/results.md is out of date: run thinwire reproduce --docs"
 
 
 def test_every_committed_study_says_how_it_was_made() -> None:
@@ -135,18 +135,18 @@ def test_docs_of_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("arguments", [[], ["frob"], ["cat", "--scale", "huge"]])
-def test_mistakes_are_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_answered_with_the_studies(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert all(name in said for name in STUDIES)
 
 
 def test_a_part_is_made_once(tmp_path: Path) -> None:
-    shop = Workshop("small", None, tmp_path, lab=False)
+    workspace = Workspace("small", None, tmp_path, lab=False)
     outcomes = iter([{"a": [1]}, {"a": [2]}])
     for _ in range(2):
-        assert shop.part("one", lambda: next(outcomes), setup="s") == {"a": [1]}
-    assert "all else" in shop.made()["took"]
-    assert shop.lab_part("two", lambda: 1 / 0, setup="s") is None
-    assert shop.skipped == ["two: needs the lab, which was left out"]
-    assert shop.lab_part("one", lambda: 1 / 0, setup="s") == {"a": [1]}
+        assert workspace.part("one", lambda: next(outcomes), setup="s") == {"a": [1]}
+    assert "all else" in workspace.made()["took"]
+    assert workspace.lab_part("two", lambda: 1 / 0, setup="s") is None
+    assert workspace.skipped == ["two: needs the lab, which was left out"]
+    assert workspace.lab_part("one", lambda: 1 / 0, setup="s") == {"a": [1]}

@@ -1,4 +1,4 @@
-"""Studies of which only some parts were made: nothing is judged that was not measured, and nothing whole is lost."""
+"""Studies with missing parts: claims without measurements are not judged, and complete results are not overwritten."""
 
 import json
 import sys
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from papers.__main__ import _without_places, main
+from papers.__main__ import main, without_places
+from papers.files import write_study
 from papers.study import Study
-from papers.workshop import Workshop, names_of
-from papers.writing import write_study
+from papers.workspace import Workspace, requested_names
 
 from papers import STUDIES
-from tests.papers.test_study import example
+from tests.papers.test_result_files import example
 from tests.tools.recipes.test_files import idx
 from tests.tools.recipes.test_translate import PAIRS
 from thinwire.tools.recipes.cifar10 import TEST_FILE, TRAIN_FILES
@@ -23,13 +23,13 @@ from thinwire.tools.recipes.files import CIFAR_IMAGES, CIFAR_RECORD
 
 @pytest.fixture(autouse=True)
 def no_browser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are another test's."""
-    monkeypatch.setattr("papers.writing.BROWSERS", ())
+    """Take no pictures here."""
+    monkeypatch.setattr("papers.files.BROWSERS", ())
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All data sets, as small as their formats allow."""
+    """Write all data sets, as small as their formats allow."""
     folder = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
     for part, count in (("train", 200), ("t10k", 60)):
@@ -41,25 +41,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / f"{part}.{language}").write_text("".join(f"{pair[side]}\n" for pair in PAIRS))
     for name in (*TRAIN_FILES, TEST_FILE):
         with (folder / name).open("wb") as out:
-            out.truncate(CIFAR_IMAGES * CIFAR_RECORD)  # all black; takes no room
+            out.truncate(CIFAR_IMAGES * CIFAR_RECORD)  # black images in a sparse file
     return folder
 
 
-def study_of(name: str, shop: Workshop) -> Study:
+def study_of(name: str, workspace: Workspace) -> Study:
     module, _, function = STUDIES[name].partition(":")
-    made: Study = getattr(import_module(module), function)(shop)
+    made: Study = getattr(import_module(module), function)(workspace)
     return made
 
 
 @pytest.mark.parametrize("scale", ["small", "full"])
 @pytest.mark.parametrize("name", STUDIES)
-def test_nothing_measured_is_nothing_judged(name: str, scale: str, data: Path, tmp_path: Path) -> None:
-    shop = Workshop(scale, data, tmp_path, lab=False, only=("none of them",))
-    study = study_of(name, shop)
+def test_without_measurements_no_claim_is_judged(name: str, scale: str, data: Path, tmp_path: Path) -> None:
+    workspace = Workspace(scale, data, tmp_path, lab=False, only=("none of them",))
+    study = study_of(name, workspace)
     assert [claim.what for claim in study.claims if claim.holds is not None] == []
     assert study.verdict.startswith("Nothing is judged")
-    assert {words.partition(":")[0] for words in shop.skipped} <= set(shop.asked)
-    assert names_of(lambda idle: study_of(name, idle), shop) == list(dict.fromkeys(shop.asked))
+    assert {words.partition(":")[0] for words in workspace.skipped} <= set(workspace.requested)
+    assert requested_names(lambda idle: study_of(name, idle), workspace) == list(dict.fromkeys(workspace.requested))
 
 
 @pytest.mark.parametrize("name", ["request-scheduling", "topk-convergence"])
@@ -86,42 +86,69 @@ def test_request_scheduling_makes_only_what_was_asked_for(
 
 @pytest.mark.parametrize("name", ["topk-convergence", "cat"])
 def test_a_small_folder_of_data_is_enough(name: str, data: Path, tmp_path: Path) -> None:
-    shop = Workshop("small", data, tmp_path, lab=False, only=("logistic-dense", "logistic-10"))
-    study = study_of(name, shop)
+    workspace = Workspace("small", data, tmp_path, lab=False, only=("logistic-dense", "logistic-10"))
+    study = study_of(name, workspace)
     assert len(study.tables[0].rows) == 2
-    # Runs that were left out could change every one of these.
+    # Runs that were left out could change each of these claims.
     assert all(claim.holds is not True for claim in study.claims)
     assert "holds" not in study.verdict
 
 
-def test_a_result_with_less_does_not_replace_one_with_more(tmp_path: Path) -> None:
+def test_a_result_with_fewer_parts_does_not_replace_one_with_more(tmp_path: Path) -> None:
     whole, less = example(), replace(example(), verdict="Less.", missing=["two: left out"])
     assert [path.name for path in write_study(less, tmp_path)] == ["cat-small.json", "cat-small.html"]
     assert [path.name for path in write_study(whole, tmp_path)] == ["cat-small.json", "cat-small.html"]
     assert [path.name for path in write_study(less, tmp_path)] == ["cat-small.partial.json", "cat-small.partial.html"]
     assert Study.read(tmp_path / "cat-small.json") == whole
     assert json.loads((tmp_path / "cat-small.partial.json").read_text())["verdict"] == "Less."
-    (tmp_path / "cat-small.json").write_text('{"version": 99}')  # who knows what a later version's has
+    (tmp_path / "cat-small.json").write_text('{"version": 99}')  # a later version may have more parts
     assert write_study(less, tmp_path)[0].name == "cat-small.partial.json"
     assert write_study(whole, tmp_path)[0].name == "cat-small.json"
 
 
-def test_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_that_a_result_was_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = replace(example(), name="request-scheduling")
     (tmp_path / "request-scheduling-small.json").write_text(whole.to_json())
     assert main(["request-scheduling", "--out", str(tmp_path), "--only", "model"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "request-scheduling-small.partial.json" in said and "was left as it is" in said
+    assert "request-scheduling-small.partial.json" in said and "was not changed" in said
     assert Study.read(tmp_path / "request-scheduling-small.json") == whole
-    assert main(["request-scheduling", "--out", str(tmp_path), "--only", "model", "--json"]) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out)["missing"] and "was left as it is" in " ".join(told.err.split())
+    assert main(["request-scheduling", "--out", str(tmp_path), "--only", "model", "--json", "-"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["missing"] and "was not changed" in " ".join(output.err.split())
 
 
-def test_the_command_is_told_as_typed_without_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_is_also_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy, typed = tmp_path / "copy.json", ["request-scheduling", "--out", str(tmp_path), "--only", "model"]
+    assert main([*typed, "--json", str(copy)]) == 0
+    assert copy.read_text() == (tmp_path / "request-scheduling-small.json").read_text()
+    assert main([*typed, "--json", str(tmp_path / "missing" / "copy.json")]) == 2
+    assert "cannot be written" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_recorded_command_has_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     typed = ["request-scheduling", "--only", "model", f"--out={tmp_path}", "--work", f"{tmp_path}/w"]
     monkeypatch.setattr(sys, "argv", ["papers", *typed])
     assert main(typed) == 0
     said = Study.read(tmp_path / "request-scheduling-small.json").made["command"]
     assert said == "thinwire reproduce request-scheduling --only model --out=DIR --work DIR"
-    assert _without_places(["thinwire", "--data", "/a b", "--scale", "full"]) == "thinwire --data DIR --scale full"
+    assert without_places(["thinwire", "--data", "/a b", "--scale", "full"]) == "thinwire --data DIR --scale full"
+
+
+def test_an_interrupt_keeps_finished_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def predict(setup: object) -> list[dict[str, object]]:
+        calls.append("predict")
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr("papers.tsai_thesis.request_scheduling.predict", predict)
+    assert main(["request-scheduling", "--out", str(tmp_path), "--no-lab"]) == 130
+    lines = capsys.readouterr().err.splitlines()
+    folder = tmp_path / "work" / "request-scheduling-small"
+    assert lines[-1] == f"thinwire: stopped; finished work is in {folder}, and the same command continues it."
+    assert [path.name for path in folder.iterdir()] == ["part-model.json"]

@@ -1,6 +1,7 @@
-"""One process of the scheduling study: rank 0 serves run after run, the others work, one of them slowly.
+"""One process of the scheduling study: rank 0 is the server, the others are workers, one of them slow.
 
-Started on every emulated host; prints what happened when, by the machine's one monotonic clock, which all share.
+Each process does one run after the other and prints its events with the time of the machine's monotonic clock, which
+all emulated hosts share.
 """
 
 import json
@@ -16,18 +17,18 @@ from thinwire.transport.addresses import listen
 
 
 def model_of(run: dict[str, Any], slowness: float) -> nn.Module:
-    """Equal layers, whose forward passes take their given times."""
+    """Return a model of equal layers whose forward passes take the given times."""
     return nn.Sequential(*(Slow(run["width"], slowness * seconds) for seconds in run["forward"]))
 
 
 def serve(run: dict[str, Any], address: str) -> None:
-    """Rank 0: one run to its end."""
+    """Serve one run until its last step."""
     torch.manual_seed(0)
     model = model_of(run, 0.0)
 
     def on_step(server: Server) -> None:
-        told = {"run": run["name"], "step": server.clock.step, "applied": server.applied_at}
-        print("APPLIED " + json.dumps(told), flush=True)
+        event = {"run": run["name"], "step": server.clock.step, "applied": server.applied_at}
+        print("APPLIED " + json.dumps(event), flush=True)
 
     server = Server(
         model,
@@ -45,16 +46,16 @@ def serve(run: dict[str, Any], address: str) -> None:
 
 
 def work(run: dict[str, Any], address: str, rank: int) -> None:
-    """Any other rank: computes and tells how stale the copies were that it used."""
+    """Train as a worker until the server stops, and print the staleness of the parameters that each step used."""
     model = model_of(run, run["slowness"][rank - 1])
     batch = torch.randn(4, run["width"], generator=torch.Generator().manual_seed(rank))
     with Worker(address, model, "dense", slot=rank - 1) as worker:
         while worker.stopped is None:
             model(batch).square().mean().backward()
             worker.step()
-            stale = list(worker.last.staleness.values())
-            told = {"run": run["name"], "rank": rank, "staleness": stale, "computed": worker.last.computed}
-            print("STEP " + json.dumps(told), flush=True)
+            staleness = list(worker.last.staleness.values())
+            event = {"run": run["name"], "rank": rank, "staleness": staleness, "computed": worker.last.computed}
+            print("STEP " + json.dumps(event), flush=True)
 
 
 if __name__ == "__main__":

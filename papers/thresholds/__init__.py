@@ -1,1 +1,0 @@
-"""Tsai 2018, first half: how to choose a threshold."""

@@ -1,0 +1,181 @@
+"""The workspace of a study: its scale, data and folder, the runs and parts that are finished, and the progress display.
+
+A part is a piece of work whose result is saved in a file. A study that is run again does only the work that is missing.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from papers.files import fingerprint, merge_provenance, provenance, read_json, save_json
+from papers.simulation import Curve, Goal, PeriodicProbe, Simulation, TrainingSetting
+from papers.study import Study, StudyError
+from thinwire.tools.lab.check import check, ready
+from thinwire.tools.recipes.recipe import Batch, Recipe, Split, Splits
+
+
+@dataclass(frozen=True)
+class FirstSamples:
+    """The first samples of a split, for the small scale."""
+
+    whole: Split
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, indices: Any) -> Batch:
+        return self.whole.batch(indices)
+
+
+@dataclass
+class Workspace:
+    """What a study works with. Without `lab`, parts that need emulated hosts are skipped, and the study says so."""
+
+    scale: str
+    data: Path | None
+    folder: Path  # for the files of finished runs and parts
+    lab: bool = True
+    only: tuple[str, ...] = ()  # the runs and parts to do now; empty: all
+    console: Console = field(default_factory=lambda: Console(stderr=True))
+    skipped: list[str] = field(default_factory=list)  # "NAME: why"
+    requested: list[str] = field(default_factory=list)  # every run and part that the study asked for
+    used: list[Path] = field(default_factory=list)  # the files of those that it got
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def full(self) -> bool:
+        return self.scale == "full"
+
+    def load(self, recipe: Recipe, *, first: int | None = None) -> Splits:
+        """Load a recipe's data, with only the first samples of the training split if `first` is given."""
+        splits = recipe.load(self.data)
+        if first is None or first >= len(splits.train):
+            return splits
+        return Splits(FirstSamples(splits.train, first), splits.test)
+
+    def part(
+        self, name: str, make: Callable[[], Any], *, setup: str, data: Splits | None = None, needed: bool = False
+    ) -> Any | None:
+        """Return the result of a part, which is plain data: read it from its file, or make it now and save it.
+
+        `setup` and `data` identify the work: a file with another identity is replaced. A part that `only` does not
+        name is skipped and None is returned, unless other work needs it.
+        """
+        described = _described(setup, data)
+        content = self._saved(name, described)
+        if content is None and not (needed or self._selected(name)):
+            self.skipped.append(f"{name}: this part was left out")
+            return None
+        path = self.folder / f"part-{name}.json"
+        if content is None:
+            self.console.print(f"{name} ...", highlight=False, markup=False)
+            began, outcome = time.monotonic(), make()
+            header = {"described": described, "made": provenance(), "seconds": time.monotonic() - began}
+            save_json({**header, "outcome": outcome}, path)
+            content = read_json(path)
+        self.used.append(path)
+        return content["outcome"]
+
+    def lab_part(self, name: str, make: Callable[[], Any], *, setup: str, data: Splits | None = None) -> Any | None:
+        """Return the result of a part that needs emulated hosts; skip it and return None if the lab is left out."""
+        if not self.lab and self._saved(name, _described(setup, data)) is None:
+            self.skipped.append(f"{name}: needs the lab, which was left out")
+            return None
+        return self.part(name, lambda: _make_in_lab(make), setup=setup, data=data)
+
+    def _saved(self, name: str, described: str) -> dict[str, Any] | None:
+        """Return the content of a part's file if it belongs to the same work."""
+        self.requested.append(name)
+        content = read_json(self.folder / f"part-{name}.json")
+        return content if content.get("described") == described and "outcome" in content else None
+
+    def _selected(self, name: str) -> bool:
+        return not self.only or name in self.only
+
+    def made(self) -> dict[str, str]:
+        """Return the versions, machines, days and time of all runs and parts that were used, also of earlier calls."""
+        files = [read_json(path) for path in dict.fromkeys(self.used)]
+        simulated = sum(_seconds(content.get("curve")) for content in files) / 60
+        others = sum(_seconds(content) for content in files) / 60
+        took = f"{simulated:.0f} minutes of one core for simulated runs, {others:.0f} minutes for all else"
+        return {**merge_provenance(files), "took": took}
+
+    def train(
+        self,
+        name: str,
+        recipe: Recipe,
+        splits: Splits,
+        setting: TrainingSetting,
+        goal: Goal,
+        *,
+        probe: PeriodicProbe | None = None,
+    ) -> Curve | None:
+        """Return the curve of a simulated run and show its progress; skip it and return None if `only` excludes it."""
+        simulation = Simulation(name, recipe, splits, setting, goal)
+        self.requested.append(name)
+        if not self._selected(name) and simulation.finished(self.folder) is None:
+            self.skipped.append(f"{name}: this run was left out")
+            return None
+        columns = (
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeElapsedColumn(),
+            TextColumn("about"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+        )
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task(name, total=goal.max_steps, metrics="")
+
+            def watch(curve: Curve, done: int) -> None:
+                progress.update(task, completed=done, metrics=_metrics(curve, recipe.metric))
+
+            curve = simulation.run(self.folder, watch, probe)
+            last = curve.step[-1]
+            progress.update(task, completed=last, total=last, metrics=_metrics(curve, recipe.metric))
+        self.used.append(self.folder / f"{name}.json")
+        return curve
+
+
+def requested_names(study: Callable[[Workspace], Study], workspace: Workspace) -> list[str]:
+    """List every run and part of a study, by running it with everything left out but what other work needs."""
+    idle = replace(workspace, lab=False, only=("",), skipped=[], requested=[], used=[])
+    study(idle)
+    return list(dict.fromkeys(idle.requested))
+
+
+def _described(setup: str, data: Splits | None) -> str:
+    """Return the description that a part's file must contain to be reused."""
+    return f"{setup} data={fingerprint(data)}" if data is not None else setup
+
+
+def _seconds(content: Any) -> float:
+    seconds = content.get("seconds") if isinstance(content, dict) else None
+    return float(seconds) if isinstance(seconds, int | float) else 0.0
+
+
+def _make_in_lab(make: Callable[[], Any]) -> Any:
+    """Make a part on emulated hosts; raise StudyError if this machine cannot emulate them."""
+    if not ready(check()):
+        raise StudyError(
+            "this machine cannot emulate hosts (thinwire lab --check says why): leave them out by --no-lab"
+        )
+    return make()
+
+
+def _metrics(curve: Curve, metric: str) -> str:
+    """Return the metrics of the last evaluation for the progress display."""
+    parts = [f"{name} {values[-1]:.4f}" for name, values in (("train", curve.train), ("test", curve.test)) if values]
+    if curve.objective:
+        parts.append(f"objective {curve.objective[-1]:.4g}")
+    return " ".join([metric, *parts] if curve.train or curve.test else parts)
