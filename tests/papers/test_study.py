@@ -11,6 +11,7 @@ from papers.workshop import Workshop
 from papers.writing import document, photograph, read_studies, write_study
 
 from papers import STUDIES
+from tests.needs import needs
 from tests.tools.report.browser import render
 
 PROJECT = Path(__file__).parent.parent.parent
@@ -43,6 +44,7 @@ def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_its_page_is_drawn_in_a_browser_and_photographed(tmp_path: Path) -> None:
+    needs("browser")
     _, page = write_study(example(), tmp_path)
     picture = tmp_path / "cat-small.png"
     assert photograph(page, picture) is None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
 from thinwire.errors import LabError
 from thinwire.tools.lab import Lab
 
@@ -19,6 +20,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def test_ranks_and_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("loss")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = "import os, json; print(json.dumps(dict(os.environ)))"
     with Lab(2, rate="100mbit", loss="1%", host_rates={1: "5mbit"}) as lab:
@@ -192,6 +194,29 @@ def test_the_command_prefixes_lines_and_writes_json(thinwire: Start, tmp_path: P
         assert each["wall_seconds"] > 0
         assert each["cpu_seconds"] > 0
         assert {"sent_bytes", "sent_packets", "received_bytes", "received_packets"} <= set(each)
+
+
+def test_python_is_the_one_that_thinwire_is_installed_in(thinwire: Start, tmp_path: Path) -> None:
+    for name in ("python", "python3"):
+        (tmp_path / name).write_text("#!/bin/sh\necho another python\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    code = ["-c", "import sys; print(sys.executable)"]
+    for name, expected in (
+        ("python", sys.executable),
+        ("python3", sys.executable),
+        (str(tmp_path / "python"), "another python"),
+    ):
+        process = thinwire("lab", "--hosts", "1", "--quiet", "--", name, *code, env=path)
+        out, err = process.communicate(timeout=60)
+        assert (out, err) == (f"[h0] {expected}\n", "")
+
+
+def test_json_goes_to_stdout_and_the_rest_to_stderr(thinwire: Start) -> None:
+    process = thinwire("lab", "--hosts", "1", "--json", "-", "--", "echo", "a line")
+    out, err = process.communicate(timeout=60)
+    assert json.loads(out)["hosts"] == 1
+    assert "[h0] a line" in err and "packets out" in err
 
 
 def test_check_says_what_works(thinwire: Start, tmp_path: Path) -> None:

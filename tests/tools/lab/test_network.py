@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
 from thinwire.errors import LabError
 from thinwire.tools.lab import Lab
 from thinwire.tools.lab.measure import goodput, loss, mean_packet
-from thinwire.tools.lab.namespaces import SWITCH
+from thinwire.tools.lab.namespaces import SWITCH, Namespaces
 from thinwire.tools.lab.shaping import FRAME
 
 pytestmark = pytest.mark.usefixtures("lab_rights")
@@ -90,6 +91,7 @@ def test_goodput_is_the_rate_less_headers(rate: str, pairs: list[tuple[int, int]
 
 @pytest.mark.parametrize(("percent", "count"), [(1, 40_000), (5, 8_000), (20, 4_000)])
 def test_loss_is_the_loss_asked_for(percent: int, count: int) -> None:
+    needs("loss")
     with Lab(2, rate="1gbit", loss=f"{percent}%") as lab:
         # 400 lost datagrams have a standard deviation of 20: 30 % are six of them.
         measured = loss(lab, 0, 1, count=count, per_second=25_000)
@@ -105,6 +107,7 @@ def test_each_direction_and_each_host_has_its_own_rate() -> None:
 
 
 def test_datagrams_that_were_sent_together_are_lost_alone() -> None:
+    needs("nft")
     said: list[str] = []
     with Lab(2, rate="100mbit", loss="30%") as lab:
         ended = lab.run([sys.executable, "-c", _BATCHES], output=lambda host, line: said.append(line))
@@ -114,6 +117,7 @@ def test_datagrams_that_were_sent_together_are_lost_alone() -> None:
 
 
 def test_rate_and_loss_change_while_running() -> None:
+    needs("loss")
     with Lab(2, rate="100mbit") as lab:
         lab.set_rate(0, "5mbit")
         assert goodput(lab, [(0, 1)], seconds=1)[0] < 5e6
@@ -176,6 +180,7 @@ def test_counters_count_what_is_sent() -> None:
 
 
 def test_loss_acts_on_real_packets_not_on_super_packets() -> None:
+    needs("nft")
     rules = "table bridge t { chain c { type filter hook forward priority 1; meta length > 1500 counter; }; }"
     with Lab(2, rate="500mbit", loss="1%") as lab:
         lab._spaces.batch(SWITCH, ["nft", "-f", "-"], [rules])
@@ -187,6 +192,7 @@ def test_loss_acts_on_real_packets_not_on_super_packets() -> None:
 
 def test_the_switch_is_no_router() -> None:
     """What hosts send each other passes no IP firewall, although this kernel can show bridged packets to one."""
+    needs("nft")
     rules = "table ip t { chain c { type filter hook forward priority 0; counter; }; }"
     with Lab(2, rate="100mbit") as lab:
         lab._spaces.batch(SWITCH, ["nft", "-f", "-"], [rules])
@@ -194,6 +200,23 @@ def test_the_switch_is_no_router() -> None:
         answer = lab._spaces.ask("run", where=SWITCH, argv=["nft", "list", "ruleset"], text="")
         assert lab.counters()[0].sent_packets > 100
     assert "counter packets 0 bytes 0" in answer["output"]
+
+
+def test_loss_without_nftables_and_netem_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Namespaces.batch
+
+    def batch(spaces: Namespaces, where: int, argv: list[str], lines: list[str]) -> None:
+        program = "no-such-nft" if argv[0] == "nft" else argv[0]
+        if any("netem" in line for line in lines):
+            raise LabError("tc failed in the lab: Specified qdisc kind is unknown")
+        real(spaces, where, [program, *argv[1:]], lines)
+
+    monkeypatch.setattr(Namespaces, "batch", batch)
+    with pytest.raises(LabError) as caught, Lab(2, rate="100mbit", loss="1%"):
+        pass
+    said = str(caught.value)
+    assert said.startswith("packet loss needs nftables, or a kernel with netem: install nftables")
+    assert "'no-such-nft' is not installed" in said and "\n" not in said
 
 
 def test_a_delay_is_used_or_its_lack_is_named() -> None:

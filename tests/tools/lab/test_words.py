@@ -7,9 +7,10 @@ import pytest
 import typer
 
 import thinwire.tools.lab
+from tests.tools.lab import kills
 from thinwire.tools.cli import run
-from thinwire.tools.lab import check, kills, launching, registry
-from thinwire.tools.lab.counters import Traffic, parse_counters
+from thinwire.tools.lab import check, command, launching, registry
+from thinwire.tools.lab.launching import HostTraffic, parse_counters
 from thinwire.tools.lab.shaping import FRAME, bucket, loss_rules, queue_lines
 from thinwire.tools.lab.units import Rates, format_rate, parse_delay, parse_loss, parse_rate, parse_rates
 
@@ -22,7 +23,7 @@ from thinwire.tools.lab.units import Rates, format_rate, parse_delay, parse_loss
         ("500kbit", 500_000),
         ("1.5Mbit", 1_500_000),
         ("1mibit", 2**20),
-        ("64000", 64_000),
+        ("64000bit", 64_000),
         (10**8, 10**8),
         ("none", None),
         (None, None),
@@ -36,6 +37,12 @@ def test_rates_are_read_as_tc_reads_them(text: str | int | None, bits: int | Non
 def test_bad_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="rate"):
         parse_rate(text)
+
+
+def test_a_rate_without_a_unit_is_asked_for_one() -> None:
+    for text in ("100", "64000", "100/20mbit"):
+        with pytest.raises(ValueError, match=r"(100|64000) of what\? Write (100|64000)mbit"):
+            parse_rates(text)
 
 
 def test_rates_of_both_directions() -> None:
@@ -85,12 +92,22 @@ def test_loss_rules_name_only_lossy_hosts() -> None:
 
 def test_counters_turn_the_switchs_view_around() -> None:
     text = "heading\nheading\n h0: 10 1 0 0 0 0 0 0 20 2 0 0 0 0 0 0\n lo: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n"
-    assert parse_counters(text, 1) == [Traffic(10, 1, 20, 2)]
+    assert parse_counters(text, 1) == [HostTraffic(10, 1, 20, 2)]
+
+
+def test_the_summary_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    traffic = HostTraffic(10**11, 10**8, 10**11, 10**8)
+    hosts = tuple(launching.HostResult(host, -15, 12345.67, 12345.67, traffic, ()) for host in (0, 249))
+    command._summary(launching.RunResult(143, None, 12345.67, hosts), 1.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 4 and max(map(len, lines)) <= 80
+    assert "packets in" in lines[1] and "100000.000" in lines[3]
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["--rate", "100", "--", "true"],
         ["--rate", "abc", "--", "true"],
         ["--hosts", "0", "--", "true"],
         ["--hosts", "251", "--", "true"],
