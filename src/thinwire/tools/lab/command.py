@@ -168,7 +168,7 @@ def _figures(lab: Lab, command: list[str], result: RunResult, up: float) -> dict
 
 
 def _summary(result: RunResult, up: float) -> None:
-    table = Table(box=SIMPLE, pad_edge=False)
+    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
     for column in ("host", "exit", "wall s", "cpu s", "MB out", "MB in", "packets out", "packets in"):
         table.add_column(column, justify="left" if column == "host" else "right")
     for each in result.hosts:
