@@ -1,7 +1,7 @@
 """The model of the scheduler against the real server: they must agree on which policy wins."""
 
 from tests.needs import needs
-from thinwire.tools.bench.server import Trial, policy_steps
+from thinwire.tools.bench.server import ServerRun, policy_steps
 from thinwire.tools.race.profile import LayerTimes
 from thinwire.tools.simulate.schedule import Case, compare, even_slices
 
@@ -20,8 +20,8 @@ def test_model_and_server_agree_that_a_slow_first_layer_must_not_wait() -> None:
     fifo, forward = (outcome.makespan for outcome in compare(case, ("fifo", "forward")))
     assert fifo > 1.3 * forward
     runs = [
-        Trial(policy, policy=policy, model="slow_first", workers=1, push="dense", pull="dense", steps=6)
+        ServerRun(policy, policy=policy, model="slow_first", workers=1, push="dense", pull="dense", steps=6)
         for policy in ("fifo", "forward")
     ]
-    measured = policy_steps(2, "100mbit", runs)
+    measured = policy_steps("100mbit", runs)
     assert measured["fifo"] > measured["forward"], measured
