@@ -157,9 +157,10 @@ def test_a_log_without_steps_still_gives_a_page(tmp_path: Path) -> None:
 def test_the_command(logs: list[RunLog], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     paths = [str(log.path) for log in logs]
-    assert run(["report", *paths, "-o", str(page), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [method["method"] for method in said["methods"]] == ["dense", "topk1"]
+    assert run(["report", *paths, "-o", str(page), "--json", str(tmp_path / "figures.json")]) == 0
+    assert "3 run(s)" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [method["method"] for method in figures["methods"]] == ["dense", "topk1"]
     assert "digits: 2 hosts at none" in page.read_text()
 
 
