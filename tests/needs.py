@@ -42,8 +42,8 @@ def missing(reason: str) -> NoReturn:
 def _why_no_lab(what: str) -> str | None:
     abilities = _abilities()
     if not ready(abilities):
-        failed = (ability for ability in abilities if ability.required and not ability.works)
-        return f"no lab can be built ({'; '.join(f'{each.name}: {each.detail}' for each in failed)})"
+        first = next(ability for ability in abilities if ability.required and not ability.works)
+        return f"no lab can be built ({first.name}: {first.detail})"
     wanted = [ability for ability in abilities if ability.name in _LAB[what]]
     if not wanted or any(ability.works for ability in wanted):
         return None
