@@ -66,7 +66,8 @@ def run(places: list[tuple[int, str]], options: dict[str, Any], json_file: Path 
 
 def measure(workers: int, rate: str, options: dict[str, Any]) -> list[Cell]:
     """Predict and measure all methods with one number of workers and one rate."""
-    records = run_in_lab(workers, rate, ["thinwire.tools.bench.advice", json.dumps(options)], ("ROW",))
+    total = options["rounds"] * len(options["methods"])
+    records = run_in_lab(workers, rate, ["thinwire.tools.bench.advice", json.dumps(options)], ("ROW",), total=total)
 
     def median(method: str, key: str) -> float:
         return 1e3 * statistics.median(float(row[key]) for _, row in records if row["method"] == method)

@@ -16,14 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -55,13 +48,12 @@ def sparsify_gradients(gradient: Tensor, density: float) -> Encoder:
     return encode
 
 
-def torch_topk(gradient: Tensor, residual: Tensor, density: float) -> Encoder:
-    """Return an encoder that selects by torch.topk over all magnitudes and updates the residual."""
-    k = max(1, int(density * gradient.numel()))
+def with_torch(gradient: Tensor, residual: Tensor, select: Callable[[Tensor], Tensor]) -> Encoder:
+    """Return an encoder with error feedback in torch operations; `select` returns the indices to send."""
 
     def encode() -> tuple[int, int]:
         residual.add_(gradient)
-        indices = residual.abs().topk(k, sorted=False).indices
+        indices = select(residual)
         values = residual[indices]
         residual[indices] = 0.0
         return 12 * len(values), len(values)
@@ -69,23 +61,21 @@ def torch_topk(gradient: Tensor, residual: Tensor, density: float) -> Encoder:
     return encode
 
 
-def torch_sampled(gradient: Tensor, residual: Tensor, density: float) -> Encoder:
-    """Return an encoder with a threshold from every 100th magnitude that updates the residual."""
+def topk_indices(x: Tensor, density: float) -> Tensor:
+    """Select by torch.topk over all magnitudes."""
+    return x.abs().topk(max(1, int(density * x.numel())), sorted=False).indices
 
-    def encode() -> tuple[int, int]:
-        residual.add_(gradient)
-        sample = residual[::100].abs()
-        threshold = sample.topk(max(1, int(density * len(sample)))).values[-1]
-        indices = (residual.abs() > threshold).nonzero().flatten()
-        values = residual[indices]
-        residual[indices] = 0.0
-        return 12 * len(values), len(values)
 
-    return encode
+def sampled_indices(x: Tensor, density: float) -> Tensor:
+    """Select by a threshold from every 100th magnitude."""
+    sample = x[::100].abs()
+    threshold = sample.topk(max(1, int(density * len(sample)))).values[-1]
+    return (x.abs() > threshold).nonzero().flatten()
 
 
 DENSITIES = (0.1, 0.01, 0.001)
 PASSES = 2
+TIMINGS = len(DENSITIES) * PASSES * 12  # of one size, for the progress bar
 
 
 class Timing(NamedTuple):
@@ -180,8 +170,8 @@ def baselines(bench: Bench, density: float) -> dict[str, Encoder]:
     gradient, residual = bench.gradients[0], bench.residual
     return {
         "SparsifyGradients": sparsify_gradients(gradient, density),
-        "torch.topk": torch_topk(gradient, residual, density),
-        "torch sampled threshold": torch_sampled(gradient, residual, density),
+        "torch.topk": with_torch(gradient, residual, lambda x: topk_indices(x, density)),
+        "torch sampled threshold": with_torch(gradient, residual, lambda x: sampled_indices(x, density)),
     }
 
 
@@ -251,11 +241,6 @@ def two_bit_row(gradient: Tensor, density: float) -> CodecRow:
     """Return the row of a frame with two bits per value, without a time."""
     frame = Codec(TopK(density, exact=True), Bits(2)).encode({"w": gradient})
     return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), None)
-
-
-def steps_of(n: int) -> int:
-    """Return the number of timings of one size, for the progress bar."""
-    return len(DENSITIES) * PASSES * 12
 
 
 def rows_of(n: int, seconds: float, advance: Callable[[float], None] = lambda density: None) -> Iterator[CodecRow]:
@@ -438,7 +423,7 @@ def _measure(sizes: list[int], seconds: float) -> tuple[list[CodecRow], list[Bar
     )
     rows: list[CodecRow] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("bench codec", total=sum(steps_of(n) for n in sizes) + 2)
+        task = progress.add_task("bench codec", total=TIMINGS * len(sizes) + 2)
         for n in sizes:
 
             def advance(density: float, n: int = n) -> None:

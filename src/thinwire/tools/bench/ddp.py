@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -53,17 +52,8 @@ def run(workers: int, rate: str, options: dict[str, Any], json_file: Path | None
 
 def measure(workers: int, rate: str, options: dict[str, Any]) -> list[MethodFigures]:
     """Run all methods in a lab and return their figures."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        total = options["rounds"] * len(options["methods"]) * workers
-        task = progress.add_task(f"{workers} workers at {rate}", total=total)
-        records = run_in_lab(
-            workers,
-            rate,
-            ["thinwire.tools.bench.ddp", json.dumps(options)],
-            ("ROW",),
-            on_record=lambda *_: progress.advance(task),
-        )
+    total = options["rounds"] * len(options["methods"]) * workers
+    records = run_in_lab(workers, rate, ["thinwire.tools.bench.ddp", json.dumps(options)], ("ROW",), total=total)
     return _rows(records, options["methods"])
 
 

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.tools.bench import Record, run_in_lab
-from thinwire.tools.options import verdict, write_json
+from thinwire.tools.bench import Record, judge, run_in_lab
+from thinwire.tools.options import write_json
 from thinwire.tools.race.turns import Slow, take_turns
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tools.recipes.digits import read_digits
@@ -103,32 +102,25 @@ def run(parts: list[str], workers: int, rate: str, steps: int, seconds: float, j
     if "policies" in parts:
         figures["policies"] = _policies(server_runs("policies", workers, steps, seconds), figures["bars"])
         console.print(_table("2 workers at 100mbit, slow first layer, milliseconds", figures["policies"]))
-    for what, (measured, bar) in figures["bars"].items():
-        word = "met   " if measured >= bar else "MISSED"
-        console.print(f"{word} {what}: {measured:.2f}x (bar {bar}x)", highlight=False)
     write_json(json_file, figures)
-    return verdict(measured >= bar for measured, bar in figures["bars"].values())
+    return judge(figures["bars"], "x")
 
 
-def _measure(rate: str, runs: Sequence[ServerRun], what: str) -> list[Record]:
+def _measure(rate: str, runs: Sequence[ServerRun]) -> list[Record]:
     """Run all runs in one lab, one after the other, and return the records of its processes."""
-    hosts = 1 + max(each.workers for each in runs)
-    total = sum(each.steps or each.seconds for each in runs)
-    advance = {each.name: 1 if each.steps else each.pause for each in runs}
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"{what}: {hosts} hosts at {rate}", total=total)
-
-        def on_record(kind: str, record: dict[str, Any]) -> None:
-            if kind == "APPLIED":
-                progress.advance(task, advance[record["run"]])
-
-        argv = ["thinwire.tools.bench.server", json.dumps([asdict(each) for each in runs])]
-        return run_in_lab(hosts, rate, argv, ("APPLIED", "STEP"), on_record=on_record)
+    advance = {each.name: 1.0 if each.steps else each.pause for each in runs}
+    return run_in_lab(
+        1 + max(each.workers for each in runs),
+        rate,
+        ["thinwire.tools.bench.server", json.dumps([asdict(each) for each in runs])],
+        ("APPLIED", "STEP"),
+        total=sum(each.steps or each.seconds for each in runs),
+        progress=lambda kind, record: advance[record["run"]] if kind == "APPLIED" else 0.0,
+    )
 
 
 def _phases(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    records = _measure(rate, runs, "phases")
+    records = _measure(rate, runs)
     rows = [_phase_row(records, run) for run in runs]
     dense, percentile, plain, overlapped = rows
     both = [row["synchronisation"] + row["aggregation"] for row in rows]
@@ -159,7 +151,7 @@ def _phase_row(records: list[Record], run: ServerRun) -> dict[str, Any]:
 
 
 def _stragglers(runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    records = _measure("1gbit", runs, "stragglers")
+    records = _measure("1gbit", runs)
     rows = []
     for run in runs:
         steps = [s for kind, s in records if kind == "STEP" and s["run"] == run.name]
@@ -183,7 +175,7 @@ def _stragglers(runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, A
 
 def policy_steps(rate: str, runs: list[ServerRun]) -> dict[str, float]:
     """Return the mean milliseconds of a step in each run, without the first two steps."""
-    records = _measure(rate, runs, "policies")
+    records = _measure(rate, runs)
     found = {}
     for run in runs:
         at = sorted(s["applied"] for kind, s in records if kind == "APPLIED" and s["run"] == run.name)[2:]

@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from thinwire import _native
-from thinwire.tools.bench import Record, run_in_lab
+from thinwire.tools.bench import Record, judge, run_in_lab
 from thinwire.tools.bench.server import ServerRun
 from thinwire.tools.lab.units import parse_loss, parse_rates
-from thinwire.tools.options import verdict, write_json
+from thinwire.tools.options import write_json
 from thinwire.transport.addresses import connect, listen
 from thinwire.transport.udp.congestion import BURST
 from thinwire.transport.udp.packet import new_keys
@@ -65,11 +65,8 @@ def run(
     console = Console()
     for name in parts:
         console.print_json(json.dumps({name: figures[name]}))
-    for what, (measured, bar) in bars.items():
-        word = "met   " if measured >= bar else "MISSED"
-        console.print(f"{word} {what}: {measured:.2f} (bar {bar})", highlight=False)
     write_json(json_file, figures)
-    return verdict(measured >= bar for measured, bar in bars.values())
+    return judge(bars)
 
 
 def _check(parts: list[str], rate: str, losses: list[str]) -> int:

@@ -96,12 +96,7 @@ def _abilities(spaces: Namespaces) -> list[Ability]:
         _attempt("offloads", offloads, "the kernel must let a veth turn its offloads off"),
         _attempt("rate (tbf)", tool(["tc", "-batch", "-"], *rate), "install iproute2; the kernel must have tbf"),
         _attempt("loss (nftables)", tool(["nft", "-f", "-"], *rules), "install nftables", required=False),
-        _attempt(
-            "delay (netem)",
-            tool(["tc", "-batch", "-"], *delayed),
-            "the kernel must have netem",
-            required=False,
-        ),
+        _attempt("delay (netem)", tool(["tc", "-batch", "-"], *delayed), "the kernel must have netem", required=False),
         _attempt("settings", settings, "results may differ slightly between machines", required=False),
     ]
 

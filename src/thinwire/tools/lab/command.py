@@ -59,13 +59,7 @@ def lab_command(
         return _check(json_file) if check_only else _clean()
     if asymmetric is not None and (rate is not None or "/" not in asymmetric):
         raise ValueError("--asymmetric takes UP/DOWN, such as 20mbit/100mbit, and replaces --rate")
-    lab = Lab(
-        hosts,
-        rate=asymmetric or rate,
-        loss=loss,
-        delay=delay,
-        host_rates=dict(map(_host_rate, host_rate or [])),
-    )
+    lab = Lab(hosts, rate=asymmetric or rate, loss=loss, delay=delay, host_rates=dict(map(_host_rate, host_rate or [])))
     words = _runnable(command)
     if torchrun:
         words, ranks = _torchrun(words, lab, per_host), 1
@@ -133,13 +127,7 @@ def _torchrun(command: list[str], lab: Lab, per_host: int) -> list[str]:
     else:
         python, script = sys.executable, command if first.endswith(".py") else ["--no-python", *command]
     words = [python, "-m", "torch.distributed.run", f"--nnodes={lab.hosts}", f"--nproc-per-node={per_host}"]
-    return [
-        *words,
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={lab.address(0)}:29400",
-        "--rdzv-id=lab",
-        *script,
-    ]
+    return [*words, "--rdzv-backend=c10d", f"--rdzv-endpoint={lab.address(0)}:29400", "--rdzv-id=lab", *script]
 
 
 def _figures(lab: Lab, command: list[str], result: RunResult, up: float) -> dict[str, Any]:

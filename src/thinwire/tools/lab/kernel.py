@@ -68,11 +68,7 @@ def allow_joining() -> None:
 
 def map_ids(uid: int, gid: int, outer_uid: int, outer_gid: int) -> None:
     """Map one user and one group of the user namespace that was just created to an outer user and group."""
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{uid} {outer_uid} 1"),
-        ("gid_map", f"{gid} {outer_gid} 1"),
-    ):
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {outer_uid} 1"), ("gid_map", f"{gid} {outer_gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 

@@ -186,11 +186,7 @@ class Lab:
             "delay": self.delay,
         }
         interface = {f"{user}_SOCKET_IFNAME": INTERFACE for user in ("GLOO", "TP", "NCCL")}
-        return {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "THINWIRE_LAB": json.dumps(lab),
-            **interface,
-        }
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "THINWIRE_LAB": json.dumps(lab), **interface}
 
     def popen(
         self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any

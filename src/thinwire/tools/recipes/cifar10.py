@@ -98,8 +98,7 @@ def load(data_dir: Path | None) -> Splits:
         return map_cifar_batch(find_file(data_dir, name, subfolders=(FOLDER, f"cifar10/{FOLDER}"), zipped=False))
 
     return Splits(
-        train=MappedImages(tuple(mapped(name) for name in TRAIN_FILES)),
-        test=MappedImages((mapped(TEST_FILE),)),
+        train=MappedImages(tuple(mapped(name) for name in TRAIN_FILES)), test=MappedImages((mapped(TEST_FILE),))
     )
 
 

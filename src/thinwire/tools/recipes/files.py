@@ -89,12 +89,7 @@ def _fetch_from(url: str, asset: Asset, path: Path) -> None:
 
 def _download(url: str, out: BinaryIO, name: str) -> None:
     """Download a URL to a file; RecipeError if the answer is shorter than announced."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     request = urllib.request.Request(url, headers={"User-Agent": "thinwire"})
     with urllib.request.urlopen(request, timeout=30) as answer, Progress(*columns) as progress:
         announced = int(answer.headers.get("Content-Length") or 0) or None

@@ -79,19 +79,35 @@ class NormalisedGRU(nn.Module):
         return torch.stack(outputs, dim=1), h
 
 
-class RecurrentTranslator(nn.Module):
+class _Translator(nn.Module):
+    """An embedding of word pieces that also scores the next piece."""
+
+    bias: nn.Parameter
+
+    def __init__(self, vocabulary: int, units: int, dropout: float) -> None:
+        super().__init__()
+        self.pieces = nn.Embedding(vocabulary, units, padding_idx=PAD)
+        nn.init.normal_(self.pieces.weight, std=units**-0.5)
+        self.dropout = nn.Dropout(dropout)
+
+    def _embed(self, pieces: Tensor) -> Tensor:
+        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
+        return vectors
+
+    def _score(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.pieces.weight, self.bias)
+
+
+class RecurrentTranslator(_Translator):
     """A bidirectional encoder and a decoder with dot-product attention that share one embedding table."""
 
     def __init__(self, vocabulary: int, *, units: int = 256, normalised: bool = False) -> None:
-        super().__init__()
+        super().__init__(vocabulary, units, dropout=0.2)
         cell = NormalisedGRU if normalised else PlainGRU
-        self.pieces = nn.Embedding(vocabulary, units, padding_idx=PAD)
-        nn.init.normal_(self.pieces.weight, std=units**-0.5)
         self.encoder = cell(units, units // 2, bidirectional=True)
         self.decoder = cell(units, units, bidirectional=False)
         self.join = nn.Linear(2 * units, units)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-        self.dropout = nn.Dropout(0.2)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return the scores of the next piece at the positions of the target that `continued` returns."""
@@ -105,19 +121,12 @@ class RecurrentTranslator(nn.Module):
         outputs, last = self.encoder(self.dropout(self._embed(source)), mask, None)
         return self.dropout(outputs), mask, last
 
-    def _embed(self, pieces: Tensor) -> Tensor:
-        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
-        return vectors
-
     def _decode(self, target: Tensor, memory: Tensor, mask: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         states, last = self.decoder(self.dropout(self._embed(target)), target != PAD, state)
         fit = torch.bmm(states, memory.transpose(1, 2)) * memory.shape[2] ** -0.5
         weights = fit.masked_fill(~mask[:, None, :], -1e9).softmax(dim=2)
         joined = torch.tanh(self.join(torch.cat([states, torch.bmm(weights, memory)], dim=2)))
         return self.dropout(joined), last
-
-    def _score(self, joined: Tensor) -> Tensor:
-        return nn.functional.linear(joined, self.pieces.weight, self.bias)
 
     def greedy(self, source: Tensor, limit: int) -> Tensor:
         """Return greedy translations: the best piece at every position until all sentences have ended."""
@@ -137,22 +146,19 @@ class RecurrentTranslator(nn.Module):
 LONGEST = 256
 
 
-class TransformerTranslator(nn.Module):
+class TransformerTranslator(_Translator):
     """A Transformer encoder and decoder of a few layers with sinusoidal positions."""
 
     places: Tensor
 
     def __init__(self, vocabulary: int, *, units: int = 256, layers: int = 3, heads: int = 4) -> None:
-        super().__init__()
-        self.pieces = nn.Embedding(vocabulary, units, padding_idx=PAD)
-        nn.init.normal_(self.pieces.weight, std=units**-0.5)
+        super().__init__(vocabulary, units, dropout=0.1)
         self.register_buffer("places", _sinusoids(LONGEST, units), persistent=False)
         encoder = nn.TransformerEncoderLayer(units, heads, 2 * units, batch_first=True, norm_first=True)
         decoder = nn.TransformerDecoderLayer(units, heads, 2 * units, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(encoder, layers, nn.LayerNorm(units), enable_nested_tensor=False)
         self.decoder = nn.TransformerDecoder(decoder, layers, nn.LayerNorm(units))
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-        self.dropout = nn.Dropout(0.1)
         for weights in (*self.encoder.parameters(), *self.decoder.parameters()):
             if weights.dim() > 1:  # torch makes the layers of a stack as copies of one layer
                 nn.init.xavier_uniform_(weights)
@@ -162,8 +168,7 @@ class TransformerTranslator(nn.Module):
         return self._score(self._decode(target, self._encode(source), source == PAD)[continued(target)])
 
     def _embed(self, pieces: Tensor) -> Tensor:
-        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
-        placed: Tensor = self.dropout(vectors + self.places[: pieces.shape[1]])
+        placed: Tensor = self.dropout(super()._embed(pieces) + self.places[: pieces.shape[1]])
         return placed
 
     def _encode(self, source: Tensor) -> Tensor:
@@ -181,9 +186,6 @@ class TransformerTranslator(nn.Module):
             memory_key_padding_mask=padding,
         )
         return states
-
-    def _score(self, states: Tensor) -> Tensor:
-        return nn.functional.linear(states, self.pieces.weight, self.bias)
 
     def greedy(self, source: Tensor, limit: int) -> Tensor:
         """Return greedy translations: the best piece at every position until all sentences have ended."""
@@ -364,10 +366,7 @@ def translate_layernorm() -> Recipe:
     """Return the recipe `translate-layernorm`."""
     description = "German to English with a layer-normalised GRU encoder-decoder and attention."
     return _recipe(
-        "translate-layernorm",
-        description,
-        lambda: RecurrentTranslator(VOCABULARY, normalised=True),
-        lr=2e-3,
+        "translate-layernorm", description, lambda: RecurrentTranslator(VOCABULARY, normalised=True), lr=2e-3
     )
 
 

@@ -75,10 +75,11 @@ def write_page(
     table: Sequence[Row],
     made: Mapping[str, str],
     data: Mapping[str, Any],
+    more: Mapping[str, str] | None = None,
 ) -> None:
     """Write a self-contained page; its script draws `data`."""
-    listed, runs = list(facts.items()), list(made.items())
-    replace_file(path, fill(name, title=title, verdict=verdict, facts=listed, table=table, runs=runs, data=data))
+    lists: dict[str, Pairs] = {"facts": list(facts.items()), "runs": list(made.items())}
+    replace_file(path, fill(name, title=title, verdict=verdict, table=table, data=data, more=more, **lists))
 
 
 def table_of(rows: Sequence[Row]) -> str:
@@ -125,20 +126,12 @@ def write_study_page(
     made: Mapping[str, str],
 ) -> None:
     """Write the page of a reproduced paper; tables are (title, note, rows), and study.js draws the figures."""
-    page = fill(
-        "study",
-        title=title,
-        verdict=verdict,
-        facts=list(facts.items()),
-        table=claims,
-        runs=list(made.items()),
-        data={"figures": list(figures)},
-        more={
-            "NOTES": "".join(f"<li>{escape(note)}</li>" for note in notes),
-            "TABLES": "".join(_section(*table) for table in tables),
-        },
-    )
-    replace_file(path, page)
+    more = {
+        "NOTES": "".join(f"<li>{escape(note)}</li>" for note in notes),
+        "TABLES": "".join(_section(*table) for table in tables),
+    }
+    data = {"figures": list(figures)}
+    write_page(path, "study", title=title, verdict=verdict, facts=facts, table=claims, made=made, data=data, more=more)
 
 
 def _section(title: str, note: str, rows: Sequence[Row]) -> str:
