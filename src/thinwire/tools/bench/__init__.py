@@ -18,6 +18,12 @@ from thinwire.tools.options import verdict
 Record = tuple[str, dict[str, Any]]
 
 
+def progress_bar() -> Progress:
+    """Return a progress bar on stderr that shows the elapsed and the remaining time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
 def run_in_lab(
     hosts: int,
     rate: str | None,
@@ -40,8 +46,7 @@ def run_in_lab(
         progress: returns by how much a record advances the progress bar.
     """
     records: list[Record] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = progress_bar()
     task = bar.add_task(f"{hosts} hosts at {rate}", total=total)
 
     def read(host: int, line: str) -> None:

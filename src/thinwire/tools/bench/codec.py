@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.codec.selection import Dynamic, Percentile, RandomK, Selection, StdDev, Threshold, TopK
 from thinwire.codec.values import Bits, Values
+from thinwire.tools.bench import progress_bar
 from thinwire.tools.options import verdict, write_json
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Affine
@@ -412,17 +412,8 @@ def run(sizes: list[int], file: Path | None, seconds: float) -> int:
 
 
 def _measure(sizes: list[int], seconds: float) -> tuple[list[CodecRow], list[Bar]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("about"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
     rows: list[CodecRow] = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("bench codec", total=TIMINGS * len(sizes) + 2)
         for n in sizes:
 

@@ -20,11 +20,6 @@ Rate = Annotated[str, typer.Option(help="Rate of every link: 500mbit; none leave
 Batch = Annotated[int, typer.Option(min=1, help="Samples per worker and step.")]
 
 
-@app.callback()
-def _bench() -> None:
-    """Measure thinwire on this machine."""
-
-
 def _listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",")]
 

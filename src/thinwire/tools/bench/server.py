@@ -68,14 +68,7 @@ def server_runs(part: str, workers: int, steps: int, seconds: float) -> list[Ser
             ServerRun("thinwire, overlapped", workers=workers, steps=4 * steps),
         ]
     if part == "stragglers":
-        common: dict[str, Any] = {
-            "model": "small",
-            "workers": 4,
-            "batch": 32,
-            "seconds": seconds,
-            "pause": 0.1,
-            "lr": 0.2,
-        }
+        common: dict[str, Any] = dict(model="small", workers=4, batch=32, seconds=seconds, pause=0.1, lr=0.2)
         return [
             ServerRun("bsp, 1 in 5 steps 4x", chance=0.2, **common),
             ServerRun("ssp 3, 1 in 5 steps 4x", mode="ssp", chance=0.2, **common),

@@ -5,14 +5,13 @@ The first failure decides the exit code. The other processes get a grace period,
 
 import contextlib
 import os
-import resource
 import selectors
 import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 _KEPT_LINES = 2000
@@ -34,12 +33,7 @@ class HostTraffic:
     received_packets: int = 0
 
     def __sub__(self, earlier: "HostTraffic") -> "HostTraffic":
-        return HostTraffic(
-            self.sent_bytes - earlier.sent_bytes,
-            self.sent_packets - earlier.sent_packets,
-            self.received_bytes - earlier.received_bytes,
-            self.received_packets - earlier.received_packets,
-        )
+        return HostTraffic(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 def parse_counters(text: str, hosts: int) -> list[HostTraffic]:
@@ -220,7 +214,7 @@ class Launch:
         os.close(handle)
         _, status, usage = os.wait4(job.process.pid, 0)
         job.process.returncode = os.waitstatus_to_exitcode(status)
-        job.cpu = _seconds(usage)
+        job.cpu = usage.ru_utime + usage.ru_stime
         job.ended = time.monotonic()
         self._running -= 1
         if job.code != 0 and self._failed is None:
@@ -239,7 +233,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"
-
-
-def _seconds(usage: resource.struct_rusage) -> float:
-    return usage.ru_utime + usage.ru_stime

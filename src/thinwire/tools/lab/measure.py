@@ -111,22 +111,20 @@ def udp_source(address: str, port: int, count: int, per_second: float) -> None:
 
 
 _ROLES: dict[str, Callable[..., dict[str, float] | None]] = {
-    "tcp-sink": lambda port, seconds: tcp_sink(int(port), float(seconds)),
-    "tcp-source": lambda address, port: tcp_source(address, int(port)),
-    "udp-sink": lambda port: udp_sink(int(port)),
-    "udp-source": lambda address, port, count, rate: udp_source(address, int(port), int(count), float(rate)),
+    role.__name__: role for role in (tcp_sink, tcp_source, udp_sink, udp_source)
 }
 
 
-def play(role: str, *arguments: str) -> None:
+def play(role: str, arguments: str) -> None:
     """Run one source or sink in this process; a sink prints its figures as a line of JSON."""
-    figures = _ROLES[role](*arguments)
+    figures = _ROLES[role](*json.loads(arguments))
     if figures is not None:
         print(json.dumps(figures))
 
 
-def _start(lab: Lab, host: int, *role: object, **options: Any) -> "subprocess.Popen[Any]":
-    return lab.popen(host, [sys.executable, "-m", "thinwire.tools.lab.measure", *map(str, role)], **options)
+def _start(lab: Lab, host: int, role: Callable[..., Any], *arguments: Any, **options: Any) -> "subprocess.Popen[Any]":
+    argv = [sys.executable, "-m", "thinwire.tools.lab.measure", role.__name__, json.dumps(arguments)]
+    return lab.popen(host, argv, **options)
 
 
 def _answer(process: "subprocess.Popen[Any]", timeout: float) -> dict[str, float]:
@@ -141,9 +139,9 @@ def goodput(lab: Lab, pairs: list[tuple[int, int]], *, seconds: float = 4.0) -> 
     """Return the TCP goodput in bits per second from sender to receiver, for all pairs at the same time."""
     sinks = []
     for number, (_, receiver) in enumerate(pairs):
-        sinks.append(_start(lab, receiver, "tcp-sink", 5000 + number, seconds, stdout=subprocess.PIPE))
+        sinks.append(_start(lab, receiver, tcp_sink, 5000 + number, seconds, stdout=subprocess.PIPE))
     sources = [
-        _start(lab, sender, "tcp-source", lab.address(receiver), 5000 + number)
+        _start(lab, sender, tcp_source, lab.address(receiver), 5000 + number)
         for number, (sender, receiver) in enumerate(pairs)
     ]
     figures = [_answer(sink, seconds + 60)["bits_per_second"] for sink in sinks]
@@ -154,10 +152,10 @@ def goodput(lab: Lab, pairs: list[tuple[int, int]], *, seconds: float = 4.0) -> 
 
 def loss(lab: Lab, sender: int, receiver: int, *, count: int = 60_000, per_second: float = 20_000) -> float:
     """Return the share of UDP datagrams that the network lost."""
-    sink = _start(lab, receiver, "udp-sink", 6000, stdout=subprocess.PIPE)
+    sink = _start(lab, receiver, udp_sink, 6000, stdout=subprocess.PIPE)
     assert sink.stdout is not None
     sink.stdout.readline()  # the sink must listen before the first datagram is sent
-    source = _start(lab, sender, "udp-source", lab.address(receiver), 6000, count, per_second)
+    source = _start(lab, sender, udp_source, lab.address(receiver), 6000, count, per_second)
     answer = _answer(sink, count / per_second + 60)
     source.wait(timeout=60)
     return 1 - (answer["received"] + answer["overrun"]) / count

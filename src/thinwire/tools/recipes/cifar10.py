@@ -4,15 +4,13 @@ There is no augmentation. Pixels are scaled as (x - 128) / 255; the optimizer is
 """
 
 import gzip
-import os
 import shutil
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -28,6 +26,7 @@ from thinwire.tools.recipes.files import (
     fetch,
     find_file,
     map_cifar_batch,
+    write_file,
 )
 from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Splits
 
@@ -68,23 +67,11 @@ def unpack(archive: Path) -> None:
                 member = tar.extractfile(f"{FOLDER}/{name}")
                 if member is None:
                     raise KeyError(name)
-                _place(member, target / name)
+                write_file(target / name, partial(shutil.copyfileobj, member))
     except (tarfile.TarError, KeyError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecipeError(f"{archive} is corrupt ({error}): delete it and run again.") from error
     except OSError as error:
         raise cannot_write(target, error) from error
-
-
-def _place(contents: IO[bytes], path: Path) -> None:
-    part = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as out:
-            part = Path(out.name)
-            shutil.copyfileobj(contents, out)
-        os.replace(part, path)
-    finally:
-        if part is not None:
-            part.unlink(missing_ok=True)
 
 
 def load(data_dir: Path | None) -> Splits:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PARAMETERS = 1_756_426
-
 
 class _Normalise(torch.autograd.Function):
     """y = x * d^-0.75 with d = 1 + scale * (sum of x^2 over the neighbouring channels, the last dimension)."""

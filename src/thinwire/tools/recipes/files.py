@@ -11,7 +11,9 @@ import tempfile
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from math import prod
 from pathlib import Path
@@ -57,7 +59,7 @@ def fetch(asset: Asset, folder: Path) -> Path:
     reasons = []
     for url in asset.urls:
         try:
-            _fetch_from(url, asset, path)
+            write_file(path, partial(_download, url, asset.name), partial(_check, asset))
             return path
         except (OSError, HTTPException, RecipeError) as error:
             if isinstance(error, OSError) and error.errno in _DISK:  # another mirror would not help
@@ -76,18 +78,21 @@ def cannot_write(folder: Path, error: OSError) -> RecipeError:
     return RecipeError(f"cannot write to the cache folder {folder} ({why}): free some space, or set XDG_CACHE_HOME.")
 
 
-def _fetch_from(url: str, asset: Asset, path: Path) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f"{asset.name}.", suffix=".part", dir=path.parent)
+def write_file(
+    path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], object] = lambda written: None
+) -> None:
+    """Write a file that appears under its name only when it is complete and checked."""
+    handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
-            _download(url, out, asset.name)
-        _check(Path(temporary), asset)
+            write(out)
+        check(Path(temporary))
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _download(url: str, out: BinaryIO, name: str) -> None:
+def _download(url: str, name: str, out: BinaryIO) -> None:
     """Download a URL to a file; RecipeError if the answer is shorter than announced."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     request = urllib.request.Request(url, headers={"User-Agent": "thinwire"})
@@ -103,22 +108,19 @@ def _download(url: str, out: BinaryIO, name: str) -> None:
         raise RecipeError(f"the connection ended after {received:,} of {announced:,} bytes")
 
 
-def _check(path: Path, asset: Asset) -> None:
+def _check(asset: Asset, path: Path) -> None:
     """Compare the checksum of the downloaded contents with the published one."""
     method, _, expected = asset.checksum.partition(":")
     digest = hashlib.new(method)
+    packed = asset.name.endswith(".gz") and not asset.name.endswith(".tar.gz")
     try:
-        with gzip.open(path) if _packed(asset) else path.open("rb") as contents:
+        with gzip.open(path) if packed else path.open("rb") as contents:
             while chunk := contents.read(CHUNK):
                 digest.update(chunk)
     except (OSError, EOFError, zlib.error) as error:
         raise RecipeError(f"the answer is no complete gzip file ({error})") from error
     if digest.hexdigest() != expected:
         raise RecipeError(f"the {method} sum is {digest.hexdigest()}, it should be {expected}")
-
-
-def _packed(asset: Asset) -> bool:
-    return asset.name.endswith(".gz") and not asset.name.endswith(".tar.gz")
 
 
 Bytes = npt.NDArray[np.uint8]

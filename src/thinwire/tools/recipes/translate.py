@@ -7,7 +7,7 @@ which is learned from the training files.
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +346,7 @@ def _recipe(name: str, description: str, model: Any, *, lr: float) -> Recipe:
         name,
         description=description,
         data="Multi30k German-English, 29,000 + 1,000 sentences, 1.2 MB",
-        model=model,
+        model=lambda: model(VOCABULARY),
         load=load,
         loss=translation_loss,
         score=bleu,
@@ -359,18 +359,16 @@ def _recipe(name: str, description: str, model: Any, *, lr: float) -> Recipe:
 def translate() -> Recipe:
     """Return the recipe `translate`."""
     description = "German to English with a GRU encoder-decoder and attention."
-    return _recipe("translate", description, lambda: RecurrentTranslator(VOCABULARY), lr=2e-3)
+    return _recipe("translate", description, RecurrentTranslator, lr=2e-3)
 
 
 def translate_layernorm() -> Recipe:
     """Return the recipe `translate-layernorm`."""
     description = "German to English with a layer-normalised GRU encoder-decoder and attention."
-    return _recipe(
-        "translate-layernorm", description, lambda: RecurrentTranslator(VOCABULARY, normalised=True), lr=2e-3
-    )
+    return _recipe("translate-layernorm", description, partial(RecurrentTranslator, normalised=True), lr=2e-3)
 
 
 def translate_transformer() -> Recipe:
     """Return the recipe `translate-transformer`."""
     description = "German to English with a small Transformer."
-    return _recipe("translate-transformer", description, lambda: TransformerTranslator(VOCABULARY), lr=1e-3)
+    return _recipe("translate-transformer", description, TransformerTranslator, lr=1e-3)
