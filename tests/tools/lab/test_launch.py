@@ -1,4 +1,4 @@
-"""Commands on emulated hosts: their variables, output, ends and failures."""
+"""Commands on emulated hosts: environment variables, output, exit codes and failures."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_a_real_time_signal_is_named_too() -> None:
     assert result.failure == "host h0 died: killed by SIGRTMIN+2"
 
 
-def test_signs_that_our_output_cannot_show_and_each_hosts_rate(thinwire: Start, tmp_path: Path) -> None:
+def test_characters_that_stdout_cannot_encode_and_the_rate_of_each_host(thinwire: Start, tmp_path: Path) -> None:
     file = tmp_path / "lab.json"
     arguments = ["--rate", "100mbit", "--host-rate", "1=5mbit", "--json", str(file), "--quiet"]
     command = ["printf", r"caf\303\251 \377\nnext\n"]
@@ -89,7 +89,7 @@ def test_signs_that_our_output_cannot_show_and_each_hosts_rate(thinwire: Start, 
     assert [host["rate"] for host in json.loads(file.read_text())["per_host"]] == ["100mbit", "5mbit"]
 
 
-def test_what_ignores_terminate_is_killed_and_a_timeout_is_told() -> None:
+def test_a_command_that_ignores_sigterm_is_killed_and_a_timeout_is_reported() -> None:
     with Lab(2) as lab:
         result = lab.run(["sh", "-c", "[ $RANK = 0 ] || { trap '' TERM; sleep 600; }"], timeout=0.5)
     assert result.exit_code == 124
@@ -149,7 +149,7 @@ def test_kill_takes_every_process_of_one_host_only() -> None:
         lab.kill(0)
         assert first.wait(timeout=20) == -signal.SIGKILL
         assert first.stdout is not None
-        assert first.stdout.read() == ""  # the daemon held the pipe too: it is dead
+        assert first.stdout.read() == ""  # the daemon had the pipe open too, so it has ended
         assert second.poll() is None
         assert lab.popen(0, ["true"]).wait(timeout=20) == 0  # the host can be used again
 

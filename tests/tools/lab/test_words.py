@@ -1,4 +1,4 @@
-"""What users write and what tc and nft are told: no lab is built here."""
+"""Arguments of the lab and the input of tc and nft; these tests build no lab."""
 
 import ast
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_a_bucket_holds_packets_and_a_queue(rate: int) -> None:
     assert limit - burst >= 100 * FRAME
 
 
-def test_delay_is_netems_with_the_bucket_inside() -> None:
+def test_netem_delays_with_the_token_bucket_inside() -> None:
     outer, inner = queue_lines("eth0", 10**7, delay=0.005, loss=0.01)
     assert "root handle 3: netem limit" in outer
     assert outer.endswith("delay 5000us loss 1%")
@@ -90,7 +90,7 @@ def test_loss_rules_name_only_lossy_hosts() -> None:
     assert loss_rules({0: 0.0}).endswith("delete table bridge thinwire\n")
 
 
-def test_counters_turn_the_switchs_view_around() -> None:
+def test_counters_are_those_of_the_hosts_not_of_the_switch() -> None:
     text = "heading\nheading\n h0: 10 1 0 0 0 0 0 0 20 2 0 0 0 0 0 0\n lo: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n"
     assert parse_counters(text, 1) == [HostTraffic(10, 1, 20, 2)]
 
@@ -135,7 +135,7 @@ def test_bad_arguments_are_one_sentence(arguments: list[str], capsys: pytest.Cap
     assert captured.err.count("\n") == 1
 
 
-def test_elsewhere_than_on_linux_only_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_than_linux_are_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     (found,) = check.check()
     assert (found.works, found.required) == (False, True)
@@ -149,7 +149,7 @@ def test_every_signal_has_a_name(number: int, name: str) -> None:
     assert launching._signal_name(number) == name
 
 
-def test_a_lab_that_closes_while_others_look_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_that_closes_during_the_search_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     gone, dead = (registry.directory() / f"tw{pid}-abc.hosts" for pid in (10**8, 10**8 + 1))
     dead.write_text("")
@@ -168,7 +168,7 @@ def test_a_run_file_that_is_left_is_a_failure(tmp_path: Path, monkeypatch: pytes
     before.write_text("")
     monkeypatch.setattr(kills, "machine", dict)
     monkeypatch.setattr(kills, "one_kill", lambda number, mark: None)
-    kills.main(runs=1)  # what was there before does not count
+    kills.main(runs=1)  # files from before the run do not count
     monkeypatch.setattr(kills, "one_kill", lambda number, mark: before.write_text(""))
     with pytest.raises(typer.Exit) as caught:
         kills.main(runs=1)

@@ -1,4 +1,4 @@
-"""What every recipe promises: names, seeds, the order of the data, the registry, the list."""
+"""Properties of all recipes: names, seeds, the order of the data, finding them, and the list."""
 
 import json
 import subprocess
@@ -141,7 +141,7 @@ def test_the_commands_load_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_model_that_looks_at_values_can_be_counted() -> None:
+def test_a_model_whose_constructor_reads_values_can_be_counted() -> None:
     def model() -> nn.Module:
         return nn.Linear(int(torch.linspace(1, 3, 3)[2].item()), 2)
 

@@ -1,4 +1,4 @@
-"""Logs in one report: what tells runs apart, what may be compared, and what is refused."""
+"""Several logs in one report: distinct names, comparisons between equal settings, and refused logs."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def test_runs_on_different_networks_are_told_apart() -> None:
     assert names(slow, slow) == ["topk1", "topk1"]
 
 
-def test_so_are_batch_transport_loss_and_target() -> None:
+def test_runs_are_told_apart_by_batch_transport_loss_and_target() -> None:
     plain = made_up("topk1", hit=4, ms=10, sent=40)
     assert names(plain, made_up("topk1", hit=4, ms=10, sent=40, batch=16)) == ["topk1, batch 8", "topk1, batch 16"]
     tcp, udp = (made_up("topk1", hit=4, ms=10, sent=40, transport=way) for way in ("tcp", "udp-restore"))
@@ -47,14 +47,17 @@ def test_so_are_batch_transport_loss_and_target() -> None:
     assert names(plain, higher, aimless) == ["topk1, target 90 %", "topk1, target 95 %", "topk1, no target"]
 
 
-def test_a_name_that_says_it_already_is_left_alone() -> None:
+def test_a_name_that_has_the_property_already_is_kept() -> None:
     tcp = made_up("tcp 0%", hit=4, ms=10, sent=40, transport="tcp")
     udp = made_up("udp-restore 5%", hit=4, ms=10, sent=40, transport="udp-restore", packet_loss=0.05)
     assert names(tcp, udp) == ["tcp 0%", "udp-restore 5%"]
     served = made_up("bsp:topk1/topk1:udp-ignore", hit=4, ms=10, sent=40, transport="udp-ignore")
     assert names(served, tcp) == ["bsp:topk1/topk1:udp-ignore", "tcp 0%"]
     other = replace(tcp, run=replace(tcp.run, packet_loss=0.1))
-    assert [log.run.method for log in prepare([tcp, other], named=True)] == ["tcp 0%", "tcp 0%"]  # its maker's table
+    assert [log.run.method for log in prepare([tcp, other], named=True)] == [
+        "tcp 0%",
+        "tcp 0%",
+    ]  # names that the caller chose
 
 
 def test_a_speed_up_is_over_dense_in_the_same_setting() -> None:
