@@ -57,7 +57,7 @@ def test_a_name_that_has_the_property_already_is_kept() -> None:
     assert [log.run.method for log in prepare([tcp, other], named=True)] == [
         "tcp 0%",
         "tcp 0%",
-    ]  # names that the caller chose
+    ]  # kept as given
 
 
 def test_a_speed_up_is_over_dense_in_the_same_setting() -> None:
