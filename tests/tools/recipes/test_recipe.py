@@ -134,6 +134,7 @@ def test_the_list_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipes"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in recipe_names())
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
 
 
 def test_the_commands_load_no_torch() -> None:

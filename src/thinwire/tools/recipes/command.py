@@ -52,9 +52,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     table.add_column("recipe", style="bold", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("description and data")
-    table.add_column("metric, target", no_wrap=True)
-    table.add_column("batch", justify="right")
-    table.add_column("rate", justify="right")
+    table.add_column("target and defaults", no_wrap=True)
     for row in rows:
         defaults = row["defaults"]
         target = f"{100 * defaults['target']:g} %" if row["metric"] == "accuracy" else f"{defaults['target']:g}"
@@ -62,9 +60,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
             row["name"],
             f"{row['parameters']:,}",
             f"{row['description']}\n[dim]{row['data']}[/dim]",
-            f"{row['metric']} {target}",
-            str(defaults["batch"]),
-            f"{defaults['lr']:g}",
+            f"{row['metric']} {target}\nbatch {defaults['batch']}, lr {defaults['lr']:g}",
         )
     console = Console()
     console.print(table)
