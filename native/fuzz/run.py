@@ -1,6 +1,6 @@
-"""Builds the reader with sanitizers and fuzzes it: `python native/fuzz/run.py --seconds 60`.
+"""Builds the frame reader with sanitizers and fuzzes it: `python native/fuzz/run.py --seconds 60`.
 
-The corpus starts from the golden frames and stays in build/fuzz, so that a later run goes on where this one ended.
+The corpus starts with the golden frames. It stays in build/fuzz, so that later runs continue with it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ SOURCES = [
     *("sum.cpp", "shard_reader.cpp", "fuzz/decode_fuzzer.cpp"),
 ]
 FLAGS = ["-std=c++20", "-g", "-O1", "-ffp-contract=off", "-fsanitize=fuzzer,address,undefined"]
-# As in decode_fuzzer.cpp: which receiver a golden frame is for.
+# The tensor sizes of the receivers in decode_fuzzer.cpp; each golden frame fits one of them.
 RECEIVERS = [[3000, 21], [3000], [700, 1300, 1000000, 0], [2]]
 
 
@@ -26,7 +26,7 @@ class ToolError(Exception):
 
 
 def build(into: Path) -> Path:
-    """Compile the fuzzer; raises ToolError where clang or its libFuzzer is not installed."""
+    """Compile the fuzzer and return its path; ToolError if clang or its libFuzzer is not installed."""
     compiler = shutil.which("clang++")
     if compiler is None:
         raise ToolError("clang++ is not installed; on Debian: apt-get install clang libclang-rt-dev")
@@ -44,7 +44,7 @@ def build(into: Path) -> Path:
 
 
 def seed(corpus: Path) -> None:
-    """Golden frames, each with the byte that chooses its receiver and a repaired checksum, and one as it is."""
+    """Write the golden frames to the corpus, each once unchanged and once in the mode that repairs the checksum."""
     corpus.mkdir(parents=True, exist_ok=True)
     for path in sorted((ROOT / "tests" / "codec" / "golden").glob("*.frame")):
         numels = json.loads(path.with_suffix(".json").read_text())["numels"]
@@ -54,7 +54,7 @@ def seed(corpus: Path) -> None:
 
 
 def fuzz(target: Path, corpus: Path, seconds: int) -> tuple[int, str]:
-    """Run for some seconds; returns the exit code and the report."""
+    """Run the fuzzer for some seconds and return its exit code and report."""
     command = [str(target), str(corpus), f"-max_total_time={seconds}", "-max_len=4096", "-print_final_stats=1"]
     command += ["-rss_limit_mb=2048", "-timeout=10", f"-artifact_prefix={target.parent}/"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -73,7 +73,7 @@ def fuzz(target: Path, corpus: Path, seconds: int) -> tuple[int, str]:
 
 
 def summary(report: str) -> str:
-    """Executions and coverage, in one line."""
+    """Return executions and coverage in one line."""
     executions = re.search(r"number_of_executed_units:\s*(\d+)", report)
     coverage = re.findall(r"cov: (\d+) ft: (\d+)", report)
     edges, features = coverage[-1] if coverage else ("?", "?")

@@ -11,6 +11,7 @@ from papers.study import Claim, Figure, Series, Study, StudyError, Table, claim_
 from papers.workspace import Workspace
 
 from papers import STUDIES
+from tests.needs import needs
 from tests.tools.report.browser import render
 
 PROJECT = Path(__file__).parent.parent.parent
@@ -43,6 +44,7 @@ def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_study_is_drawn_in_a_browser(tmp_path: Path) -> None:
+    needs("browser")
     _, page = write_study(example(), tmp_path)
     picture = tmp_path / "cat-small.png"
     assert take_screenshot(page, picture) is None

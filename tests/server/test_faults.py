@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.needs import missing, needs
 from tests.server.party import Party, party, serve, trouble, work
 from tests.server.serving import Crew, Ones, serving
 from tests.server.test_sessions import train_ones
 from thinwire.server.server import Server
 from thinwire.tools.events import EventLog, Step, read_log
 from thinwire.tools.lab import Lab
-from thinwire.tools.lab.testing import require_lab
 from thinwire.tools.race.launch import make_plan
 from thinwire.tools.race.race import Field
 from thinwire.tools.race.served import Serving, Terms
@@ -122,7 +122,7 @@ def test_noise_another_recipe_and_twenty_joins_and_leaves(guests: Party) -> None
 
 
 def test_a_cable_is_pulled_for_ten_seconds() -> None:
-    require_lab()
+    needs("lab")
     lines: list[dict[str, Any]] = []
     changed = threading.Condition()
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True)
     if mounted.returncode:
-        pytest.skip("no right to mount a small disk")
+        missing("this process may not mount a small disk")
     try:
         model = Ones()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,7 +1,7 @@
 """The model of the scheduler against the real server: they must agree on which policy wins."""
 
-from thinwire.tools.bench.server import Trial, policy_steps
-from thinwire.tools.lab.testing import require_lab
+from tests.needs import needs
+from thinwire.tools.bench.server import ServerRun, policy_steps
 from thinwire.tools.race.profile import LayerTimes
 from thinwire.tools.simulate.schedule import Case, compare, even_slices
 
@@ -15,13 +15,13 @@ LAYERS = tuple(
 
 def test_model_and_server_agree_that_a_slow_first_layer_must_not_wait() -> None:
     """The model says forward is over 1.3 times as fast as fifo: far enough apart for the busiest machine to show it."""
-    require_lab()
+    needs("lab")
     case = Case(LAYERS, workers=1, iterations=6, slices=even_slices(LAYERS, 4))
     fifo, forward = (outcome.makespan for outcome in compare(case, ("fifo", "forward")))
     assert fifo > 1.3 * forward
     runs = [
-        Trial(policy, policy=policy, model="slow_first", workers=1, push="dense", pull="dense", steps=6)
+        ServerRun(policy, policy=policy, model="slow_first", workers=1, push="dense", pull="dense", steps=6)
         for policy in ("fifo", "forward")
     ]
-    measured = policy_steps(2, "100mbit", runs)
+    measured = policy_steps("100mbit", runs)
     assert measured["fifo"] > measured["forward"], measured

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.needs import needs
 from tests.tools.report.browser import render
 from tests.tune.test_forecast import WORK
 from thinwire.tools import cli
-from thinwire.tools.lab.testing import require_lab
 from thinwire.tools.race.advise import advise, at_rates, crossings, in_buckets, measure, subject_of
 from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Network, forecast
 
@@ -115,7 +115,7 @@ def test_mistakes_are_one_sentence(words: list[str], hint: str, capsys: pytest.C
 
 
 def test_real_links_are_probed_in_the_lab(tmp_path: Path) -> None:
-    require_lab()
+    needs("lab")
     advice = [str(THINWIRE), "advise", "--probe", "--model", "tests.tune.test_advise:own_model", "--methods", "topk1"]
     command = [
         str(THINWIRE),

@@ -13,10 +13,10 @@ import thinwire as tw
 import thinwire.tune
 from tests.cluster import Cluster
 from tests.link import jobs, probe
+from tests.needs import needs
 from thinwire.hooks.ddp import DDPHook
 from thinwire.link import autotune as module
 from thinwire.tools.lab import Lab
-from thinwire.tools.lab.testing import require_lab
 from thinwire.tune.forecast import DENSE, Network, Setting, TuningPolicy
 
 
@@ -252,7 +252,7 @@ def test_adaptive_ranks_agree_on_what_they_send(cluster: Cluster, agree: str | N
 
 
 def test_in_the_lab_a_rate_that_falls_is_noticed_within_fifty_steps() -> None:
-    require_lab()
+    needs("lab")
     seen: list[tuple[int, float, bool]] = []
 
     def read(host: int, line: str) -> None:

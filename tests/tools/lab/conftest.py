@@ -1,4 +1,4 @@
-"""Fixtures of the lab's tests: the rights to build one, and the command line as a process."""
+"""Fixtures for tests of the lab: what a lab needs, and the command line as a process."""
 
 import os
 import subprocess
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from thinwire.tools.lab.testing import require_lab
+from tests.needs import needs
 
 _MAIN = "from thinwire.tools.cli import main; main()"
 
 
 @pytest.fixture
 def lab_rights() -> None:
-    """Skip where no lab can be built; fail instead in CI."""
-    require_lab()
+    """Skip where no lab can be built, or fail if CI is "true"."""
+    needs("lab")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Commands on emulated hosts: their variables, output, ends and failures."""
+"""Commands on emulated hosts: environment variables, output, exit codes and failures."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
 from thinwire.errors import LabError
 from thinwire.tools.lab import Lab
 
@@ -19,6 +20,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def test_ranks_and_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("loss")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = "import os, json; print(json.dumps(dict(os.environ)))"
     with Lab(2, rate="100mbit", loss="1%", host_rates={1: "5mbit"}) as lab:
@@ -76,7 +78,7 @@ def test_a_real_time_signal_is_named_too() -> None:
     assert result.failure == "host h0 died: killed by SIGRTMIN+2"
 
 
-def test_signs_that_our_output_cannot_show_and_each_hosts_rate(thinwire: Start, tmp_path: Path) -> None:
+def test_characters_that_stdout_cannot_encode_and_the_rate_of_each_host(thinwire: Start, tmp_path: Path) -> None:
     file = tmp_path / "lab.json"
     arguments = ["--rate", "100mbit", "--host-rate", "1=5mbit", "--json", str(file), "--quiet"]
     command = ["printf", r"caf\303\251 \377\nnext\n"]
@@ -87,7 +89,7 @@ def test_signs_that_our_output_cannot_show_and_each_hosts_rate(thinwire: Start, 
     assert [host["rate"] for host in json.loads(file.read_text())["per_host"]] == ["100mbit", "5mbit"]
 
 
-def test_what_ignores_terminate_is_killed_and_a_timeout_is_told() -> None:
+def test_a_command_that_ignores_sigterm_is_killed_and_a_timeout_is_reported() -> None:
     with Lab(2) as lab:
         result = lab.run(["sh", "-c", "[ $RANK = 0 ] || { trap '' TERM; sleep 600; }"], timeout=0.5)
     assert result.exit_code == 124
@@ -147,7 +149,7 @@ def test_kill_takes_every_process_of_one_host_only() -> None:
         lab.kill(0)
         assert first.wait(timeout=20) == -signal.SIGKILL
         assert first.stdout is not None
-        assert first.stdout.read() == ""  # the daemon held the pipe too: it is dead
+        assert first.stdout.read() == ""  # the daemon had the pipe open too, so it has ended
         assert second.poll() is None
         assert lab.popen(0, ["true"]).wait(timeout=20) == 0  # the host can be used again
 
@@ -192,6 +194,29 @@ def test_the_command_prefixes_lines_and_writes_json(thinwire: Start, tmp_path: P
         assert each["wall_seconds"] > 0
         assert each["cpu_seconds"] > 0
         assert {"sent_bytes", "sent_packets", "received_bytes", "received_packets"} <= set(each)
+
+
+def test_python_is_the_one_that_thinwire_is_installed_in(thinwire: Start, tmp_path: Path) -> None:
+    for name in ("python", "python3"):
+        (tmp_path / name).write_text("#!/bin/sh\necho another python\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    code = ["-c", "import sys; print(sys.executable)"]
+    for name, expected in (
+        ("python", sys.executable),
+        ("python3", sys.executable),
+        (str(tmp_path / "python"), "another python"),
+    ):
+        process = thinwire("lab", "--hosts", "1", "--quiet", "--", name, *code, env=path)
+        out, err = process.communicate(timeout=60)
+        assert (out, err) == (f"[h0] {expected}\n", "")
+
+
+def test_json_goes_to_stdout_and_the_rest_to_stderr(thinwire: Start) -> None:
+    process = thinwire("lab", "--hosts", "1", "--json", "-", "--", "echo", "a line")
+    out, err = process.communicate(timeout=60)
+    assert json.loads(out)["hosts"] == 1
+    assert "[h0] a line" in err and "packets out" in err
 
 
 def test_check_says_what_works(thinwire: Start, tmp_path: Path) -> None:

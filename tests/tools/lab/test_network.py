@@ -1,7 +1,6 @@
-"""Real traffic over emulated links: rates, losses, cables, counters.
+"""Real traffic over emulated links: rates, losses, disconnected hosts and counters.
 
-Bounds from above are exact, as a link must never be faster than asked; those from below leave room for a busy
-machine. The tight figures are in docs/lab.md.
+Upper bounds are exact, because a link must never be faster than its rate. Lower bounds leave room for a busy machine.
 """
 
 import subprocess
@@ -12,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs
 from thinwire.errors import LabError
 from thinwire.tools.lab import Lab
 from thinwire.tools.lab.measure import goodput, loss, mean_packet
-from thinwire.tools.lab.namespaces import SWITCH
+from thinwire.tools.lab.namespaces import SWITCH, Namespaces
 from thinwire.tools.lab.shaping import FRAME
 
 pytestmark = pytest.mark.usefixtures("lab_rights")
@@ -36,7 +36,7 @@ for line in sys.stdin:
     connection.recv(1)
     print("echoed", flush=True)
 """
-# Rank 1 hands datagrams to its kernel eight at a time; rank 0 says of how many batches a part has come.
+# Rank 1 sends batches of eight datagrams in one call; rank 0 prints how many batches arrived in part.
 _BATCHES = """
 import os, socket, struct, time
 udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -85,11 +85,12 @@ def test_goodput_is_the_rate_less_headers(rate: str, pairs: list[tuple[int, int]
     assert bits is not None
     for figure in measured:
         assert least * bits < figure < bits
-    assert 100 < packet <= FRAME  # real packets, not super-packets
+    assert 100 < packet <= FRAME  # packets of the wire, not bundles of segments
 
 
 @pytest.mark.parametrize(("percent", "count"), [(1, 40_000), (5, 8_000), (20, 4_000)])
 def test_loss_is_the_loss_asked_for(percent: int, count: int) -> None:
+    needs("loss")
     with Lab(2, rate="1gbit", loss=f"{percent}%") as lab:
         # 400 lost datagrams have a standard deviation of 20: 30 % are six of them.
         measured = loss(lab, 0, 1, count=count, per_second=25_000)
@@ -105,15 +106,17 @@ def test_each_direction_and_each_host_has_its_own_rate() -> None:
 
 
 def test_datagrams_that_were_sent_together_are_lost_alone() -> None:
+    needs("nft")
     said: list[str] = []
     with Lab(2, rate="100mbit", loss="30%") as lab:
         ended = lab.run([sys.executable, "-c", _BATCHES], output=lambda host, line: said.append(line))
     assert ended.failure is None
     (parts,) = [int(line.split()[1]) for line in said if line.startswith("parts")]
-    assert parts > 12  # 22 of 24 are to be expected, and none if batches were lost as a whole
+    assert parts > 12  # 22 of 24 are expected, and none if batches were lost as a whole
 
 
 def test_rate_and_loss_change_while_running() -> None:
+    needs("loss")
     with Lab(2, rate="100mbit") as lab:
         lab.set_rate(0, "5mbit")
         assert goodput(lab, [(0, 1)], seconds=1)[0] < 5e6
@@ -126,7 +129,7 @@ def test_rate_and_loss_change_while_running() -> None:
 
 
 def test_a_stream_goes_on_when_its_link_becomes_slow() -> None:
-    """What was queued for the fast link in one bundle must still fit the slow one's bucket."""
+    """A bundle of packets that waits for the fast link must fit the token bucket of the slow one."""
     with Lab(2, rate="500mbit") as lab:
         flow = threading.Thread(target=goodput, args=(lab, [(0, 1)]), kwargs={"seconds": 6})
         flow.start()
@@ -172,10 +175,11 @@ def test_counters_count_what_is_sent() -> None:
         first, second, third = lab.counters()
     assert first.sent_packets == second.received_packets == 1000
     assert first.sent_bytes == 1000 * (256 + 42)
-    assert third.received_packets == 0  # the switch knows who is where
+    assert third.received_packets == 0  # the switch floods no packets
 
 
-def test_loss_acts_on_real_packets_not_on_super_packets() -> None:
+def test_loss_acts_on_single_packets_not_on_bundles() -> None:
+    needs("nft")
     rules = "table bridge t { chain c { type filter hook forward priority 1; meta length > 1500 counter; }; }"
     with Lab(2, rate="500mbit", loss="1%") as lab:
         lab._spaces.batch(SWITCH, ["nft", "-f", "-"], [rules])
@@ -186,7 +190,8 @@ def test_loss_acts_on_real_packets_not_on_super_packets() -> None:
 
 
 def test_the_switch_is_no_router() -> None:
-    """What hosts send each other passes no IP firewall, although this kernel can show bridged packets to one."""
+    """Packets between hosts pass no IP firewall, although the kernel can send bridged packets through it."""
+    needs("nft")
     rules = "table ip t { chain c { type filter hook forward priority 0; counter; }; }"
     with Lab(2, rate="100mbit") as lab:
         lab._spaces.batch(SWITCH, ["nft", "-f", "-"], [rules])
@@ -194,6 +199,23 @@ def test_the_switch_is_no_router() -> None:
         answer = lab._spaces.ask("run", where=SWITCH, argv=["nft", "list", "ruleset"], text="")
         assert lab.counters()[0].sent_packets > 100
     assert "counter packets 0 bytes 0" in answer["output"]
+
+
+def test_loss_without_nftables_and_netem_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Namespaces.batch
+
+    def batch(spaces: Namespaces, where: int, argv: list[str], lines: list[str]) -> None:
+        program = "no-such-nft" if argv[0] == "nft" else argv[0]
+        if any("netem" in line for line in lines):
+            raise LabError("tc failed in the lab: Specified qdisc kind is unknown")
+        real(spaces, where, [program, *argv[1:]], lines)
+
+    monkeypatch.setattr(Namespaces, "batch", batch)
+    with pytest.raises(LabError) as caught, Lab(2, rate="100mbit", loss="1%"):
+        pass
+    said = str(caught.value)
+    assert said.startswith("packet loss needs nftables, or a kernel with netem: install nftables")
+    assert "'no-such-nft' is not installed" in said and "\n" not in said
 
 
 def test_a_delay_is_used_or_its_lack_is_named() -> None:

@@ -1,4 +1,4 @@
-"""What users write and what tc and nft are told: no lab is built here."""
+"""Arguments of the lab and the input of tc and nft; these tests build no lab."""
 
 import ast
 from pathlib import Path
@@ -7,9 +7,10 @@ import pytest
 import typer
 
 import thinwire.tools.lab
+from tests.tools.lab import kills
 from thinwire.tools.cli import run
-from thinwire.tools.lab import check, kills, launching, registry
-from thinwire.tools.lab.counters import Traffic, parse_counters
+from thinwire.tools.lab import check, command, launching, registry
+from thinwire.tools.lab.launching import HostTraffic, parse_counters
 from thinwire.tools.lab.shaping import FRAME, bucket, loss_rules, queue_lines
 from thinwire.tools.lab.units import Rates, format_rate, parse_delay, parse_loss, parse_rate, parse_rates
 
@@ -22,7 +23,7 @@ from thinwire.tools.lab.units import Rates, format_rate, parse_delay, parse_loss
         ("500kbit", 500_000),
         ("1.5Mbit", 1_500_000),
         ("1mibit", 2**20),
-        ("64000", 64_000),
+        ("64000bit", 64_000),
         (10**8, 10**8),
         ("none", None),
         (None, None),
@@ -36,6 +37,12 @@ def test_rates_are_read_as_tc_reads_them(text: str | int | None, bits: int | Non
 def test_bad_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="rate"):
         parse_rate(text)
+
+
+def test_a_rate_without_a_unit_is_asked_for_one() -> None:
+    for text in ("100", "64000", "100/20mbit"):
+        with pytest.raises(ValueError, match=r"(100|64000) of what\? Write (100|64000)mbit"):
+            parse_rates(text)
 
 
 def test_rates_of_both_directions() -> None:
@@ -68,7 +75,7 @@ def test_a_bucket_holds_packets_and_a_queue(rate: int) -> None:
     assert limit - burst >= 100 * FRAME
 
 
-def test_delay_is_netems_with_the_bucket_inside() -> None:
+def test_netem_delays_with_the_token_bucket_inside() -> None:
     outer, inner = queue_lines("eth0", 10**7, delay=0.005, loss=0.01)
     assert "root handle 3: netem limit" in outer
     assert outer.endswith("delay 5000us loss 1%")
@@ -83,14 +90,24 @@ def test_loss_rules_name_only_lossy_hosts() -> None:
     assert loss_rules({0: 0.0}).endswith("delete table bridge thinwire\n")
 
 
-def test_counters_turn_the_switchs_view_around() -> None:
+def test_counters_are_those_of_the_hosts_not_of_the_switch() -> None:
     text = "heading\nheading\n h0: 10 1 0 0 0 0 0 0 20 2 0 0 0 0 0 0\n lo: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n"
-    assert parse_counters(text, 1) == [Traffic(10, 1, 20, 2)]
+    assert parse_counters(text, 1) == [HostTraffic(10, 1, 20, 2)]
+
+
+def test_the_summary_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    traffic = HostTraffic(10**10, 10**8, 10**10, 10**8)
+    hosts = tuple(launching.HostResult(host, -15, 3600.12, 3600.12, traffic, ()) for host in (0, 249))
+    command._summary(launching.RunResult(143, None, 12345.67, hosts), 1.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 4 and max(map(len, lines)) <= 80
+    assert "packets in" in lines[1] and "10000.000" in lines[3]
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["--rate", "100", "--", "true"],
         ["--rate", "abc", "--", "true"],
         ["--hosts", "0", "--", "true"],
         ["--hosts", "251", "--", "true"],
@@ -118,7 +135,7 @@ def test_bad_arguments_are_one_sentence(arguments: list[str], capsys: pytest.Cap
     assert captured.err.count("\n") == 1
 
 
-def test_elsewhere_than_on_linux_only_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_than_linux_are_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     (found,) = check.check()
     assert (found.works, found.required) == (False, True)
@@ -132,7 +149,7 @@ def test_every_signal_has_a_name(number: int, name: str) -> None:
     assert launching._signal_name(number) == name
 
 
-def test_a_lab_that_closes_while_others_look_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_that_closes_during_the_search_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     gone, dead = (registry.directory() / f"tw{pid}-abc.hosts" for pid in (10**8, 10**8 + 1))
     dead.write_text("")
@@ -151,7 +168,7 @@ def test_a_run_file_that_is_left_is_a_failure(tmp_path: Path, monkeypatch: pytes
     before.write_text("")
     monkeypatch.setattr(kills, "machine", dict)
     monkeypatch.setattr(kills, "one_kill", lambda number, mark: None)
-    kills.main(runs=1)  # what was there before does not count
+    kills.main(runs=1)  # files from before the run do not count
     monkeypatch.setattr(kills, "one_kill", lambda number, mark: before.write_text(""))
     with pytest.raises(typer.Exit) as caught:
         kills.main(runs=1)

@@ -9,12 +9,12 @@ import pytest
 from thinwire.tools.bench import advice, server, udp
 from thinwire.tools.bench import codec as bars
 from thinwire.tools.bench import codec as show
-from thinwire.tools.bench.codec import BARS_FOR, Bar, Row
+from thinwire.tools.bench.codec import BARS_FOR, Bar, CodecRow
 from thinwire.tools.cli import run
 
 
-def codec_bars(*measured: float | None) -> tuple[list[Row], list[Bar]]:
-    row = Row("encode TopK", BARS_FOR, 0.01, 2.0, 0.1, 8.0, 8.0, 1.0, 0.01)
+def codec_bars(*measured: float | None) -> tuple[list[CodecRow], list[Bar]]:
+    row = CodecRow("encode TopK", BARS_FOR, 0.01, 2.0, 0.1, 8.0, 8.0, 1.0, 0.01)
     return [row], [Bar("speed", 2.5, each, "x the copy") for each in measured]
 
 
@@ -73,14 +73,14 @@ def test_a_missed_bar_of_the_other_benchmarks_is_the_exit_code(
     steps["forward"] = 1.0
     assert run(["bench", "server", "--only", "policies"]) == 0
 
-    def cells(hosts: int, rate: str, options: dict[str, Any]) -> list[advice.Cell]:
-        return [advice.Cell(hosts, rate, "dense", predicted_ms=float(hosts), measured_ms=4.0)]
+    def cells(workers: int, rate: str, options: dict[str, Any]) -> list[advice.Cell]:
+        return [advice.Cell(workers, rate, "dense", predicted_ms=float(workers), measured_ms=4.0)]
 
     monkeypatch.setattr(advice, "measure", cells)
     capsys.readouterr()
-    assert run(["bench", "advice", "--hosts", "4, 8", "--rates", "1gbit"]) == 1
+    assert run(["bench", "advice", "--workers", "4, 8", "--rates", "1gbit"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 bars missed."
-    assert run(["bench", "advice", "--hosts", "4", "--rates", "1gbit"]) == 0
+    assert run(["bench", "advice", "--workers", "4", "--rates", "1gbit"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_a_missed_bar_of_the_other_benchmarks_is_the_exit_code(
         (["udp", "--only", "fair", "--rate", "fast"], "the rate 'fast'"),
         (["udp", "--only", "loss", "--loss", "0%,lots"], "the loss 'lots'"),
         (["advice", "--rates", "100mbit,fast"], "the rate 'fast'"),
-        (["advice", "--hosts", "4,1000"], "1 to 250 hosts, not 1000"),
-        (["advice", "--hosts", "4,"], "--hosts"),
+        (["advice", "--workers", "4,1000"], "1 to 250 hosts, not 1000"),
+        (["advice", "--workers", "4,"], "--workers"),
         (["advice", "--methods", "dense,magic"], "magic"),
     ],
 )

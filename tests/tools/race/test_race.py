@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.cluster import Cluster, printed
+from tests.needs import needs
 from thinwire.tools import cli
 from thinwire.tools.events import read_log
-from thinwire.tools.lab.testing import require_lab
 from thinwire.tools.race.race import Field, Result, Standing
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
@@ -29,7 +29,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_race_in_the_lab_gives_figures_logs_and_a_page(tmp_path: Path) -> None:
-    require_lab()
+    needs("lab")
     words = ["race", "--hosts", "2", "--rate", "200mbit", "--methods", "dense,topk1,dgc", "--json", "race.json"]
     done = run(*words, "--report", "page.html", "--logs", "logs", *QUICK, cwd=tmp_path)
     assert "infinite network" in done.stdout
@@ -51,7 +51,7 @@ def test_a_race_in_the_lab_gives_figures_logs_and_a_page(tmp_path: Path) -> None
 
 def test_transports_race_through_lost_packets(tmp_path: Path) -> None:
     """The lab's links lose packets, of TCP and of datagrams alike; what became of it is in the figures and the page."""
-    require_lab()
+    needs("loss")
     words = ["race", "--hosts", "2", "--transport", "tcp,udp", "--loss", "5%", "--json", "race.json"]
     done = run(*words, "--report", "page.html", "--logs", "logs", *QUICK, cwd=tmp_path)
     assert "tcp's wait over udp's" in done.stdout
@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
-    require_lab()
+    needs("lab")
     mark = f"thinwire-test-{os.getpid()}"
     words = ["race", "--hosts", "2", "--rate", "50mbit", "--methods", "dense", "--logs", mark, "--max-steps", "500"]
     process = subprocess.Popen(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import needs
 from thinwire.tools.events import read_log
-from thinwire.tools.lab.testing import require_lab
 
 _ENDS = ["--max-steps", "12", "--evaluate-every", "6", "--batch", "4"]
 
@@ -55,7 +55,7 @@ def test_a_served_training_goes_on_only_if_it_is_asked_to(tmp_path: Path) -> Non
 
 
 def test_emulated_hosts_with_bounded_staleness(tmp_path: Path) -> None:
-    require_lab()
+    needs("lab")
     log = tmp_path / "log.jsonl"
     options = ["--rate", "100mbit", "--mode", "ssp", "--bound", "2", "--policy", "stalest"]
     done = thinwire("train", "digits", "--server", "--workers", "2", "--events", str(log), *options, *_ENDS)

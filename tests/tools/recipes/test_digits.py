@@ -1,4 +1,4 @@
-"""The default recipe: its data, and that a few steps of training learn something."""
+"""The recipe digits: its data, and that a few steps of training improve the accuracy."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from thinwire.tools.recipes.digits import read_digits
 from thinwire.tools.recipes.recipe import DataOrder, TensorSplit
 
 
-def test_the_data_is_split_once_and_for_all() -> None:
+def test_the_split_of_the_data_is_always_the_same() -> None:
     one, two = get_recipe("digits").load(None), get_recipe("digits").load(None)
     assert (len(one.train), len(one.test)) == (1297, 500)
     images, labels = one.train.batch([0, 1, 2])
@@ -39,7 +39,7 @@ def test_the_file_holds_what_scikit_learn_reads_from_it() -> None:
     assert torch.equal(labels, torch.from_numpy(answers))
 
 
-def test_it_learns() -> None:
+def test_training_improves_the_accuracy() -> None:
     recipe = get_recipe("digits")
     splits, model = recipe.load(None), recipe.build(0)
     optimizer = recipe.optimizer(model)

@@ -1,4 +1,4 @@
-"""Downloads from a real server on loopback: whole, truncated, corrupt, absent; nothing half-done stays."""
+"""Downloads from a server on loopback: whole, truncated, corrupt and missing files; failures leave no files."""
 
 import errno
 import gzip
@@ -119,12 +119,12 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     with pytest.raises(RecipeError, match=r"cannot write to the cache folder .* \(No space left on device\)"):
         fetch(asset(server, "whole", "whole"), tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert server.requests == 1  # no other mirror makes room
+    assert server.requests == 1  # another mirror would not help
 
 
 def test_a_folder_without_rights_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")  # root may write anywhere, so it is made up
+        raise PermissionError(errno.EACCES, "Permission denied")  # root may write anywhere, so the error is simulated
 
     monkeypatch.setattr("tempfile.mkstemp", refuse)
     with pytest.raises(RecipeError, match=r"cannot write to the cache folder .* \(Permission denied\)"):

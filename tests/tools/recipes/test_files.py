@@ -1,4 +1,4 @@
-"""The standard files: read well, or refused with a sentence that names the file and says what to do."""
+"""Reading of dataset files; bad files are refused with a sentence that names the file and says what to do."""
 
 import gzip
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_mnist_loads_and_trains(mnist_folder: Path, name: str) -> None:
     splits = recipe.load(mnist_folder)
     assert (len(splits.train), len(splits.test)) == (50, 20)
     loss = recipe.loss(recipe.build(0), splits.train.batch([0, 5]))
-    assert abs(loss.item() - np.log(10)) < 0.5  # a fresh network knows nothing
+    assert abs(loss.item() - np.log(10)) < 0.5  # the loss of a guess
 
 
 def test_a_subfolder_of_the_dataset_is_found(mnist_folder: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_subfolder_of_the_dataset_is_found(mnist_folder: Path) -> None:
 def test_a_subfolder_wins_over_files_of_another_dataset(mnist_folder: Path) -> None:
     inner = mnist_folder / "fashion-mnist"
     inner.mkdir()
-    assert len(get_recipe("fashion-mnist").load(mnist_folder).test) == 20  # an empty one does not
+    assert len(get_recipe("fashion-mnist").load(mnist_folder).test) == 20  # an empty one is ignored
     for part, count in (("train", 30), ("t10k", 10)):
         (inner / f"{part}-images-idx3-ubyte").write_bytes(idx(np.zeros((count, 28, 28), dtype=np.uint8)))
         (inner / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.zeros(count, dtype=np.uint8)))

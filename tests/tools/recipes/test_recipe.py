@@ -1,4 +1,4 @@
-"""What every recipe promises: names, seeds, the order of the data, the registry, the list."""
+"""Properties of all recipes: names, seeds, the order of the data, finding them, and the list."""
 
 import json
 import subprocess
@@ -56,23 +56,52 @@ def test_unknown_recipes_are_named_with_the_known_ones() -> None:
         get_recipe("digit")
     with pytest.raises(RecipeError, match="cannot import 'no_such_module'"):
         get_recipe("no_such_module:recipe")
-    with pytest.raises(RecipeError, match="has no function 'nothing'"):
+    with pytest.raises(RecipeError, match=r"the module 'thinwire.tools.recipes.digits' has no function 'nothing'"):
         get_recipe("thinwire.tools.recipes.digits:nothing")
-    with pytest.raises(RecipeError, match="returned PosixPath, a Recipe is needed"):
+    with pytest.raises(RecipeError, match="returned PosixPath, but it must return a Recipe"):
         get_recipe("pathlib:Path")
 
 
-def test_a_recipe_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = """
+OWN = """
 from dataclasses import replace
 from thinwire.tools.recipes import get_recipe
 
 def tiny():
     return replace(get_recipe("digits"), name="tiny")
 """
-    (tmp_path / "my_recipes_of_a_test.py").write_text(source)
+
+
+def test_a_users_recipe_is_found_by_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_recipes_of_a_test.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert get_recipe("my_recipes_of_a_test:tiny").name == "tiny"
+
+
+def test_a_users_recipe_is_found_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "neighbour_of_a_test.py").write_text(OWN)
+    (tmp_path / "folder" / "recipe_in_a_folder.py").write_text("from neighbour_of_a_test import tiny")
+    (tmp_path / "recipe_file_of_a_test.py").write_text(OWN)
+    for place in ("recipe_file_of_a_test.py", "folder/recipe_in_a_folder.py", f"{tmp_path}/recipe_file_of_a_test.py"):
+        assert get_recipe(f"{place}:tiny").name == "tiny"
+
+
+def test_mistakes_about_a_recipes_file_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "json.py").write_text(OWN)
+    (tmp_path / "own_file_of_a_test.py").write_text(OWN)
+    for name, words in (
+        ("nowhere/own.py:tiny", "there is no file 'nowhere/own.py'"),
+        ("own_file_of_a_test.py:large", "the file 'own_file_of_a_test.py' has no function 'large'"),
+        ("json.py:tiny", "another module is named 'json', so rename the file"),
+        ("own_file_of_a_test.py", "or file.py:function for your own"),
+    ):
+        with pytest.raises(RecipeError, match=words) as caught:
+            get_recipe(name)
+        assert "\n" not in str(caught.value)
 
 
 def test_evaluation_keeps_the_mode_and_obeys_the_limit() -> None:
@@ -95,7 +124,7 @@ def test_evaluation_keeps_the_mode_and_obeys_the_limit() -> None:
 
 
 def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["recipes", "--json"]) == 0
+    assert run(["recipes", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["recipes"]
     assert [row["name"] for row in rows] == recipe_names()
     assert next(row for row in rows if row["name"] == "cifar10")["parameters"] == 1_756_426
@@ -105,6 +134,7 @@ def test_the_list_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipes"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in recipe_names())
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
 
 
 def test_the_commands_load_no_torch() -> None:
@@ -112,7 +142,7 @@ def test_the_commands_load_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_model_that_looks_at_values_can_be_counted() -> None:
+def test_a_model_whose_constructor_reads_values_can_be_counted() -> None:
     def model() -> nn.Module:
         return nn.Linear(int(torch.linspace(1, 3, 3)[2].item()), 2)
 

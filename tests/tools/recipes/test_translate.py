@@ -1,4 +1,4 @@
-"""Translation: the models hide padding and the future, the pieces are the same everywhere, and BLEU counts."""
+"""Translation: masks of padding and later pieces, equal vocabularies, and training to a high BLEU."""
 
 import gzip
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_the_same_files_give_the_same_pieces(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gru", "layernorm", "transformer"])
-def test_padding_and_the_future_are_not_seen(kind: str) -> None:
+def test_padding_and_later_pieces_have_no_effect(kind: str) -> None:
     torch.manual_seed(0)
     model: RecurrentTranslator | TransformerTranslator
     if kind == "transformer":
@@ -73,7 +73,7 @@ def test_padding_and_the_future_are_not_seen(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_six_sentences_are_learned_by_heart(folder: Path, name: str) -> None:
+def test_six_sentences_are_memorised(folder: Path, name: str) -> None:
     recipe = get_recipe(name)
     splits, model = recipe.load(folder), recipe.build(0)
     optimizer = recipe.optimizer(model, lr=3e-3)
@@ -96,7 +96,7 @@ def test_sides_of_different_length_are_refused(folder: Path) -> None:
         load(folder)
 
 
-def test_text_that_is_no_text_is_refused(folder: Path) -> None:
+def test_a_file_that_is_not_utf8_is_refused(folder: Path) -> None:
     (folder / "train.de.gz").write_bytes(gzip.compress(b"\xff\xfe\n" * 6))
     load.cache_clear()
     with pytest.raises(RecipeError, match=r"train.de.gz is not UTF-8 text"):

@@ -1,13 +1,11 @@
-"""Render a page in headless Chromium and hand back what became of it."""
+"""Renders a page in headless Chromium for tests; they skip where no browser is installed."""
 
-import os
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.needs import needs
 
 FLAGS = (
     "--headless",
@@ -34,20 +32,10 @@ class Rendered:
     console: list[str]
 
 
-def chromium() -> str:
-    """The browser's path; without one the test is skipped, but never in CI."""
-    found = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
-    if found is None:
-        if os.environ.get("CI"):
-            pytest.fail("CI must have chromium: see .ci/run.")
-        pytest.skip("chromium is not installed.")
-    return found
-
-
 def render(page: Path) -> Rendered:
-    """Load a local page; no network is needed or used."""
+    """Load a local page and return its document and console output; no network is used."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [chromium(), *FLAGS, f"--user-data-dir={profile}"]
+        command = [needs("browser"), *FLAGS, f"--user-data-dir={profile}"]
         done = subprocess.run(
             [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=90, check=True
         )

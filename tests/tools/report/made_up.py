@@ -1,4 +1,4 @@
-"""Logs with round numbers, so that a summary can be checked by hand."""
+"""Makes logs with round numbers, so that a summary can be checked by hand."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Logs in one report: what tells runs apart, what may be compared, and what is refused."""
+"""Several logs in one report: distinct names, comparisons between equal settings, and refused logs."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def test_runs_on_different_networks_are_told_apart() -> None:
     assert names(slow, slow) == ["topk1", "topk1"]
 
 
-def test_so_are_batch_transport_loss_and_target() -> None:
+def test_runs_are_told_apart_by_batch_transport_loss_and_target() -> None:
     plain = made_up("topk1", hit=4, ms=10, sent=40)
     assert names(plain, made_up("topk1", hit=4, ms=10, sent=40, batch=16)) == ["topk1, batch 8", "topk1, batch 16"]
     tcp, udp = (made_up("topk1", hit=4, ms=10, sent=40, transport=way) for way in ("tcp", "udp-restore"))
@@ -47,14 +47,17 @@ def test_so_are_batch_transport_loss_and_target() -> None:
     assert names(plain, higher, aimless) == ["topk1, target 90 %", "topk1, target 95 %", "topk1, no target"]
 
 
-def test_a_name_that_says_it_already_is_left_alone() -> None:
+def test_a_name_that_has_the_property_already_is_kept() -> None:
     tcp = made_up("tcp 0%", hit=4, ms=10, sent=40, transport="tcp")
     udp = made_up("udp-restore 5%", hit=4, ms=10, sent=40, transport="udp-restore", packet_loss=0.05)
     assert names(tcp, udp) == ["tcp 0%", "udp-restore 5%"]
     served = made_up("bsp:topk1/topk1:udp-ignore", hit=4, ms=10, sent=40, transport="udp-ignore")
     assert names(served, tcp) == ["bsp:topk1/topk1:udp-ignore", "tcp 0%"]
     other = replace(tcp, run=replace(tcp.run, packet_loss=0.1))
-    assert [log.run.method for log in prepare([tcp, other], named=True)] == ["tcp 0%", "tcp 0%"]  # its maker's table
+    assert [log.run.method for log in prepare([tcp, other], named=True)] == [
+        "tcp 0%",
+        "tcp 0%",
+    ]  # kept as given
 
 
 def test_a_speed_up_is_over_dense_in_the_same_setting() -> None:
@@ -73,12 +76,12 @@ def test_a_speed_up_is_over_dense_in_the_same_setting() -> None:
     assert said == "topk1, 1gbit reached the target of 90.0 % in 0.08 s; there is no dense run to compare it with."
 
 
-def test_different_targets_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_targets_are_not_compared(tmp_path: Path) -> None:
     dense = made_up("dense", hit=8, ms=100, sent=4000, target=0.9)
     sparse = made_up("topk1", hit=8, ms=10, sent=40, target=0.6)
     paths = [saved(dense, tmp_path / "dense.jsonl"), saved(sparse, tmp_path / "topk1.jsonl")]
-    assert run(["report", *paths, "-o", str(tmp_path / "page.html"), "--json"]) == 0
-    methods = json.loads(capsys.readouterr().out)["methods"]
+    assert run(["report", *paths, "-o", str(tmp_path / "page.html"), "--json", str(tmp_path / "figures.json")]) == 0
+    methods = json.loads((tmp_path / "figures.json").read_text())["methods"]
     assert [(m["method"], m["speedup"]) for m in methods] == [("dense, target 90 %", 1), ("topk1, target 60 %", None)]
     page = (tmp_path / "page.html").read_text()
     assert "The runs had different targets (90.0 %, 60.0 %), so their times to target are not compared." in page
@@ -86,11 +89,11 @@ def test_different_targets_are_not_compared(tmp_path: Path, capsys: pytest.Captu
     assert figures([dense, dense])["target"] == pytest.approx(90)
 
 
-def test_the_json_and_the_page_name_the_same_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_and_the_page_name_the_same_methods(tmp_path: Path) -> None:
     logs = [made_up("topk1", hit=4, ms=10, sent=40, rate=rate) for rate in ("100mbit", "1gbit")]
     paths = [saved(log, tmp_path / f"{log.run.rate}.jsonl") for log in logs]
-    assert run(["report", *paths, "-o", str(tmp_path / "page.html"), "--json"]) == 0
-    methods = [method["method"] for method in json.loads(capsys.readouterr().out)["methods"]]
+    assert run(["report", *paths, "-o", str(tmp_path / "page.html"), "--json", str(tmp_path / "figures.json")]) == 0
+    methods = [method["method"] for method in json.loads((tmp_path / "figures.json").read_text())["methods"]]
     assert methods == ["topk1, 100mbit", "topk1, 1gbit"]
     page = (tmp_path / "page.html").read_text()
     assert all(f'data-method="{method}"' in page for method in methods)
@@ -115,11 +118,13 @@ def test_a_damaged_log_is_named_with_its_field(tmp_path: Path, capsys: pytest.Ca
         prepare([made_up("dense", hit=4, ms=10, sent=40, target=math.inf)])
 
 
-def test_what_diverged_is_null_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_that_diverged_is_null_in_the_json(tmp_path: Path) -> None:
     log = made_up("topk1", hit=4, ms=10, sent=40)
     log.evals[-1] = replace(log.evals[-1], value=math.nan)
-    assert run(["report", saved(log, tmp_path / "log"), "-o", str(tmp_path / "page.html"), "--json"]) == 0
-    out = capsys.readouterr().out
+    figures_file = tmp_path / "figures.json"
+    words = ["report", saved(log, tmp_path / "log"), "-o", str(tmp_path / "page.html"), "--json", str(figures_file)]
+    assert run(words) == 0
+    out = figures_file.read_text()
     assert json.loads(out)["methods"][0]["test"] is None
     assert "NaN" not in out
 

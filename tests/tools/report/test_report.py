@@ -1,4 +1,4 @@
-"""The report: its figures are those of the logs, and the page is drawn whole in a real browser."""
+"""The report: its figures agree with the logs, and a browser draws the whole page."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_a_metric_that_is_not_a_number_leaves_a_gap(tmp_path: Path) -> None:
     assert values.count(None) == 1
 
 
-def test_what_was_not_reached_is_not_claimed() -> None:
+def test_a_target_that_was_not_reached_gives_no_speed_up() -> None:
     dense = made_up("dense", hit=None, ms=100, sent=4000)
     fast = made_up("topk1", hit=4, ms=10, sent=40)
     half = made_up("topk1", hit=None, ms=10, sent=40, seed=1)
@@ -109,7 +109,7 @@ def test_the_page_is_drawn_in_a_browser(logs: list[RunLog], tmp_path: Path) -> N
 
 def test_the_page_fits_a_phone(logs: list[RunLog], tmp_path: Path) -> None:
     write_report(logs, tmp_path / "page.html")
-    # A window cannot be as narrow as a phone, but a frame can.
+    # A browser window cannot be as narrow as a phone, but a frame can.
     (tmp_path / "phone.html").write_text("""<iframe src="page.html" width="390" height="900"></iframe><script>
         onload = () => {
           const inner = document.querySelector("iframe").contentDocument.documentElement;
@@ -129,7 +129,7 @@ def test_nothing_is_loaded_from_elsewhere(logs: list[RunLog], tmp_path: Path) ->
     assert re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?(?!data:)[^"'>\s]+""", markup) == []
 
 
-def test_foreign_text_stays_text(tmp_path: Path) -> None:
+def test_text_from_a_log_is_escaped(tmp_path: Path) -> None:
     evil = "</script><script>document.title='broken'</script>"
     log = made_up(evil, hit=3, ms=10, sent=40)
     for step in (5, 10):
@@ -157,9 +157,10 @@ def test_a_log_without_steps_still_gives_a_page(tmp_path: Path) -> None:
 def test_the_command(logs: list[RunLog], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     paths = [str(log.path) for log in logs]
-    assert run(["report", *paths, "-o", str(page), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [method["method"] for method in said["methods"]] == ["dense", "topk1"]
+    assert run(["report", *paths, "-o", str(page), "--json", str(tmp_path / "figures.json")]) == 0
+    assert "3 run(s)" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [method["method"] for method in figures["methods"]] == ["dense", "topk1"]
     assert "digits: 2 hosts at none" in page.read_text()
 
 

@@ -1,4 +1,4 @@
-"""A small real training on digits in one process, which writes the event logs that reports are tried on."""
+"""A small training run on digits in one process, which writes the event logs for tests of the report."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,30 +1,40 @@
-"""`thinwire bench advice`: how far the predictions of `thinwire advise --probe` are from what is then measured.
+"""`thinwire bench advice`: the error of the step times that `thinwire advise --probe` predicts.
 
-Prediction and measurement take turns in one run on an emulated cluster; figures are medians over the rounds.
+Predictions and measurements alternate in the same processes on emulated hosts; figures are medians over the rounds.
 """
 
 import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
+import torch
+import torch.distributed as dist
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
-from thinwire.tools.options import JsonFile, verdict, write_json
+from thinwire.exchange.choose import NAMES
+from thinwire.tools.bench import run_in_lab
+from thinwire.tools.bench.ddp import MethodTrainer, start_trainers
+from thinwire.tools.lab import Lab
+from thinwire.tools.options import verdict, write_json
+from thinwire.tools.race.advise import Report, Subject, make_report, probed_wire
+from thinwire.tools.recipes.convnet import cuda_convnet
+from thinwire.tune.forecast import forecast
 
-METHODS = "dense,fp16,percentile90,topk1"
 BAR = 0.20
+NAMES_OF = {kind: name for name, kind in NAMES.items()}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One method at one number of hosts and one rate."""
+    """Predicted and measured step time of one method with one number of workers and one rate."""
 
-    hosts: int
+    workers: int
     rate: str
     method: str
     predicted_ms: float
@@ -32,72 +42,88 @@ class Cell:
 
     @property
     def error(self) -> float:
+        """Relative error of the prediction."""
         return self.predicted_ms / self.measured_ms - 1.0
 
 
-def advice_command(
-    hosts: Annotated[str, typer.Option(help="Numbers of emulated hosts, comma-separated.")] = "4,14",
-    rates: Annotated[str, typer.Option(help="Rates, comma-separated.")] = "100mbit,500mbit",
-    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = METHODS,
-    batch: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per method and round.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Predictions and measurements in turn.")] = 3,
-    json_file: JsonFile = None,
-) -> int:
-    """Predicted against measured step times on emulated hosts."""
-    from thinwire.tools.race.methods import check_method
+def check_places(workers: list[str], rates: list[str]) -> list[tuple[int, str]]:
+    """Return every combination of a number of workers and a rate; ValueError before the first lab is built."""
+    if not all(number.isdecimal() and int(number) >= 2 for number in workers):
+        raise ValueError(f"--workers takes numbers from 2, comma-separated, not {','.join(workers)!r}")
+    places = [(int(number), rate) for number in workers for rate in rates]
+    for number, rate in places:
+        Lab(number, rate=rate)  # checks its arguments; the lab is built when it is entered
+    return places
 
-    names = [name.strip() for name in methods.split(",")]
-    for name in names:
-        check_method(name)
-    places = _places(hosts, rates)
-    options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": 3}
+
+def run(places: list[tuple[int, str]], options: dict[str, Any], json_file: Path | None) -> int:
+    """Measure all combinations, print a table, write the figures, and return 1 if a bar was missed."""
     cells = [cell for number, rate in places for cell in measure(number, rate, options)]
     _show(cells)
     write_json(json_file, {**options, "cells": [{**asdict(cell), "error": cell.error} for cell in cells]})
     return verdict(abs(cell.error) <= BAR for cell in cells)
 
 
-def _places(hosts: str, rates: str) -> list[tuple[int, str]]:
-    """All labs that are to be built; ValueError for a word that the last of them would refuse."""
-    from thinwire.tools.lab import Lab
-
-    if not all(number.strip().isdecimal() and int(number) >= 2 for number in hosts.split(",")):
-        raise ValueError(f"--hosts: numbers of at least 2, comma-separated, not {hosts!r}")
-    places = [(int(number), rate.strip()) for number in hosts.split(",") for rate in rates.split(",")]
-    for number, rate in places:
-        Lab(number, rate=rate)  # checks its words; it is built when it is entered
-    return places
-
-
-def measure(hosts: int, rate: str, options: dict[str, Any]) -> list[Cell]:
-    """One number of hosts at one rate."""
-    from thinwire.errors import LabError
-    from thinwire.tools.lab import Lab
-
-    seen: list[dict[str, Any]] = []
-
-    def read(host: int, line: str) -> None:
-        if line.startswith("ROW "):
-            seen.append(json.loads(line[4:]))
-
-    with Lab(hosts, rate=rate) as lab:
-        result = lab.run([sys.executable, "-m", "thinwire.tools.bench.advice_worker", json.dumps(options)], output=read)
-    if result.failure is not None:
-        raise LabError(f"the benchmark failed: {result.failure} ({(result.hosts[0].lines[-1:] or ('',))[0]})")
+def measure(workers: int, rate: str, options: dict[str, Any]) -> list[Cell]:
+    """Predict and measure all methods with one number of workers and one rate."""
+    total = options["rounds"] * len(options["methods"])
+    records = run_in_lab(workers, rate, ["thinwire.tools.bench.advice", json.dumps(options)], ("ROW",), total=total)
 
     def median(method: str, key: str) -> float:
-        return 1e3 * statistics.median(float(row[key]) for row in seen if row["method"] == method)
+        return 1e3 * statistics.median(float(row[key]) for _, row in records if row["method"] == method)
 
-    return [Cell(hosts, rate, m, median(m, "predicted"), median(m, "measured")) for m in options["methods"]]
+    return [Cell(workers, rate, m, median(m, "predicted"), median(m, "measured")) for m in options["methods"]]
 
 
 def _show(cells: list[Cell]) -> None:
-    table = Table(title=f"Predicted and measured steps; bar: {BAR:.0%} off", box=SIMPLE, pad_edge=False)
-    for column in ("hosts", "rate", "method", "predicted ms", "measured ms", "off", ""):
+    table = Table(title=f"Predicted and measured step times; bar: {BAR:.0%} error", box=SIMPLE, pad_edge=False)
+    for column in ("workers", "rate", "method", "predicted ms", "measured ms", "error", ""):
         table.add_column(column, justify="left" if column in ("method", "") else "right", no_wrap=True)
     for c in cells:
         word = "[green]pass[/]" if abs(c.error) <= BAR else "[red]missed[/]"
         figures = (f"{c.predicted_ms:,.1f}", f"{c.measured_ms:,.1f}", f"{c.error:+.0%}")
-        table.add_row(str(c.hosts), c.rate, c.method, *figures, word)
+        table.add_row(str(c.workers), c.rate, c.method, *figures, word)
     Console().print(table)
+
+
+def subject(batch: int) -> Subject:
+    """Return the model and the batch of `thinwire bench ddp`, as the prediction needs them."""
+    torch.manual_seed(0)
+    model = cuda_convnet()
+    images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+
+    def loss(step: int) -> Tensor:
+        return nn.functional.cross_entropy(model(images), labels)
+
+    return Subject("cuda-convnet", model, loss, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def predicted(found: Report, trainer: MethodTrainer) -> float:
+    """Return the predicted seconds of a step with the exchange that the trainer uses."""
+    used = NAMES_OF.get(type(trainer.link.exchange)) if trainer.link is not None else None
+    return min(
+        forecast(setting, found.figures.work, found.wire.network).seconds
+        for setting in found.settings
+        if setting.name == trainer.method and used in (None, setting.exchange)
+    )
+
+
+def main() -> None:
+    """Run one rank; rank 0 prints a record for each method and round."""
+    options = json.loads(sys.argv[1])
+    trainers = start_trainers(options)
+    codecs = [method for method in options["methods"] if method not in ("dense", "fp16")]
+    for _ in range(options["rounds"]):
+        # Every round has a new prediction, so that changes in the machine's speed affect both figures.
+        found = make_report(subject(options["batch"]), probed_wire(), codecs, "")
+        for trainer in trainers:
+            took = trainer.measure(options["steps"])["step"]
+            row = {"method": trainer.method, "predicted": predicted(found, trainer), "measured": took}
+            if dist.get_rank() == 0:
+                print("ROW " + json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,8 @@
-"""Runs the codec's benchmark and shows it: progress on stderr, tables on stdout, rows and bars as JSON."""
+"""`thinwire bench codec`: speed and size of encoding and decoding, on one thread.
+
+Times are ratios to copying the same tensor in the same run. Baselines are the usual ways to compress with numpy and
+torch.
+"""
 
 import math
 import subprocess
@@ -12,14 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from torch import Tensor
 
@@ -28,18 +24,19 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.codec.selection import Dynamic, Percentile, RandomK, Selection, StdDev, Threshold, TopK
 from thinwire.codec.values import Bits, Values
+from thinwire.tools.bench import progress_bar
 from thinwire.tools.options import verdict, write_json
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Affine
 
-Way = Callable[[], tuple[int, int]]  # bytes that travel and entries among them
+Encoder = Callable[[], tuple[int, int]]  # returns the bytes sent and the number of entries in them
 
 
-def sparsify_gradients(gradient: Tensor, density: float) -> Way:
-    """numpy's percentile and scipy's compressed rows, as in SparsifyGradients; nothing is held back."""
+def sparsify_gradients(gradient: Tensor, density: float) -> Encoder:
+    """Return the encoder of SparsifyGradients: numpy's percentile, scipy's compressed rows, no error feedback."""
     from scipy.sparse import csr_matrix
 
-    columns = 384  # of the model's largest layer; the last elements that fill no row are left out
+    columns = 384  # width of the model's largest layer; elements that do not fill a row are left out
     rows = gradient[: gradient.numel() // columns * columns].numpy().reshape(-1, columns)
 
     def encode() -> tuple[int, int]:
@@ -51,13 +48,12 @@ def sparsify_gradients(gradient: Tensor, density: float) -> Way:
     return encode
 
 
-def torch_topk(gradient: Tensor, residual: Tensor, density: float) -> Way:
-    """torch.topk over all magnitudes, gather, and the residual's update."""
-    k = max(1, int(density * gradient.numel()))
+def with_torch(gradient: Tensor, residual: Tensor, select: Callable[[Tensor], Tensor]) -> Encoder:
+    """Return an encoder with error feedback in torch operations; `select` returns the indices to send."""
 
     def encode() -> tuple[int, int]:
         residual.add_(gradient)
-        indices = residual.abs().topk(k, sorted=False).indices
+        indices = select(residual)
         values = residual[indices]
         residual[indices] = 0.0
         return 12 * len(values), len(values)
@@ -65,39 +61,37 @@ def torch_topk(gradient: Tensor, residual: Tensor, density: float) -> Way:
     return encode
 
 
-def torch_sampled(gradient: Tensor, residual: Tensor, density: float) -> Way:
-    """A threshold from every 100th magnitude, compare, gather, and the residual's update."""
+def topk_indices(x: Tensor, density: float) -> Tensor:
+    """Select by torch.topk over all magnitudes."""
+    return x.abs().topk(max(1, int(density * x.numel())), sorted=False).indices
 
-    def encode() -> tuple[int, int]:
-        residual.add_(gradient)
-        sample = residual[::100].abs()
-        threshold = sample.topk(max(1, int(density * len(sample)))).values[-1]
-        indices = (residual.abs() > threshold).nonzero().flatten()
-        values = residual[indices]
-        residual[indices] = 0.0
-        return 12 * len(values), len(values)
 
-    return encode
+def sampled_indices(x: Tensor, density: float) -> Tensor:
+    """Select by a threshold from every 100th magnitude."""
+    sample = x[::100].abs()
+    threshold = sample.topk(max(1, int(density * len(sample)))).values[-1]
+    return (x.abs() > threshold).nonzero().flatten()
 
 
 DENSITIES = (0.1, 0.01, 0.001)
-SITTINGS = 2
+PASSES = 2
+TIMINGS = len(DENSITIES) * PASSES * 12  # of one size, for the progress bar
 
 
-class Time(NamedTuple):
-    """Seconds of the best run, and of the best copy of the tensor next to it."""
+class Timing(NamedTuple):
+    """Seconds of the fastest run, and of the fastest copy of the tensor in between."""
 
     best: float
     copy: float
 
-    def and_then(self, other: "Time") -> "Time":
-        """The bests of two sittings."""
-        return Time(min(self.best, other.best), min(self.copy, other.copy))
+    def best_of_both(self, other: "Timing") -> "Timing":
+        """Return the fastest times of two passes."""
+        return Timing(min(self.best, other.best), min(self.copy, other.copy))
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table; times are None where only the size is of interest."""
+class CodecRow:
+    """Figures of one encoder or decoder at one size and density; times are None if only the size is measured."""
 
     name: str
     n: int
@@ -107,19 +101,19 @@ class Row:
     bits_per_index: float
     entropy_bits: float
     milliseconds: float | None
-    kept: float  # the density that came out
+    kept: float  # the density of the frame
 
 
 def entropy_bits(density: float) -> float:
-    """Bits that the position of one kept entry costs at least, at uniformly random positions."""
+    """Return the least number of bits that one position needs if positions are uniformly random."""
     if not 0.0 < density < 1.0:
         return 0.0
     rest = 1.0 - density
     return -(density * math.log2(density) + rest * math.log2(rest)) / density
 
 
-class Stage:
-    """A gradient in rotation, a steady residual, and a clock that runs next to a copy."""
+class Bench:
+    """Gradients and a residual of one size, and a timer that compares with copying a gradient."""
 
     def __init__(self, n: int, seconds: float) -> None:
         generator = torch.Generator().manual_seed(n)
@@ -130,34 +124,34 @@ class Stage:
         self.copied = torch.empty(n)
 
     def settle(self, density: float) -> None:
-        """The residual that a few steps leave."""
+        """Set the residual to the one that a few steps at this density leave."""
         codec = Codec(TopK(density), Bits(8))
         for step in range(4):
             codec.encode({"w": self.gradients[step % 2]})
         self.saved.copy_(codec.residuals("w")["residual"])
 
-    def time(self, run: Callable[[], object], reset: Callable[[], object]) -> Time:
-        """Best of several runs, and of as many copies of the gradient, in turns."""
+    def time(self, run: Callable[[], object], reset: Callable[[], object]) -> Timing:
+        """Return the fastest of several runs and of as many copies of the gradient, in turns."""
         best, copy, spent, turns = math.inf, math.inf, 0.0, 0
         while turns < 5 or (spent < self.seconds and turns < 40):
             reset()
             copy = min(copy, _timed(lambda: self.copied.copy_(self.gradients[0])))
             took = _timed(run)
             best, spent, turns = min(best, took), spent + took + copy, turns + 1
-        return Time(best, copy)
+        return Timing(best, copy)
 
 
 def _timed(run: Callable[[], object]) -> float:
-    """Seconds of this thread on a processor: while other programs have their turn, the clock stands still."""
+    """Return the CPU seconds of this thread, which do not include the time of other programs."""
     begin = time.thread_time()
     run()
     return time.thread_time() - begin
 
 
-def selections(stage: Stage, density: float) -> dict[str, Selection]:
-    """Every selection with the parameters that give this density on the stage's accumulated gradient."""
-    x = stage.saved + stage.gradients[0]
-    value = _native.select([(x.data_ptr(), 0, 0, 1.0, stage.n)], int(density * stage.n))[0]
+def selections(bench: Bench, density: float) -> dict[str, Selection]:
+    """Return every selection, with the parameters that give this density on gradient + residual."""
+    x = bench.saved + bench.gradients[0]
+    value = _native.select([(x.data_ptr(), 0, 0, 1.0, bench.n)], int(density * bench.n))[0]
     return {
         "TopK": TopK(density),
         "TopK exact": TopK(density, exact=True),
@@ -166,69 +160,70 @@ def selections(stage: Stage, density: float) -> dict[str, Selection]:
         "StdDev": StdDev(value / float(x.double().std(correction=0))),
         "Dynamic": Dynamic(density, density),
         "RandomK": RandomK(density),
-        # The whole rule is computed; its bounds then pin the density that the row is about.
+        # The rule is computed in full; its bounds then set the density of the row.
         "Adaptive": Adaptive(Affine(0.01, 1e8), floor=density, start=density, ceiling=density),
     }
 
 
-def rivals(stage: Stage, density: float) -> dict[str, Way]:
-    gradient, residual = stage.gradients[0], stage.residual
+def baselines(bench: Bench, density: float) -> dict[str, Encoder]:
+    """Return the encoders that thinwire is compared with."""
+    gradient, residual = bench.gradients[0], bench.residual
     return {
-        "SparsifyGradients' way": sparsify_gradients(gradient, density),
-        "torch.topk": torch_topk(gradient, residual, density),
-        "torch sampled threshold": torch_sampled(gradient, residual, density),
+        "SparsifyGradients": sparsify_gradients(gradient, density),
+        "torch.topk": with_torch(gradient, residual, lambda x: topk_indices(x, density)),
+        "torch sampled threshold": with_torch(gradient, residual, lambda x: sampled_indices(x, density)),
     }
 
 
-class Entrant(NamedTuple):
-    """One way of compressing: runs again and again, and knows its row for a time."""
+class Candidate(NamedTuple):
+    """An encoder or decoder to be timed: its run, what resets its state, and its row for a timing."""
 
     run: Callable[[], object]
     reset: Callable[[], object]
-    row: Callable[[Time], Row]
+    row: Callable[[Timing], CodecRow]
 
 
-def rival(stage: Stage, density: float, name: str, way: Way) -> Entrant:
-    """One of the other ways; positions take what their integers take."""
-    stage.residual.copy_(stage.saved)
-    size, kept = way()
+def baseline(bench: Bench, density: float, name: str, encode: Encoder) -> Candidate:
+    """Return the candidate of a baseline; its positions are counted as whole integers."""
+    bench.residual.copy_(bench.saved)
+    size, kept = encode()
 
-    def row(took: Time) -> Row:
-        return _row(name, stage.n, density, took, 8.0 * size, 8.0 * size - 32.0 * kept, kept)
+    def row(took: Timing) -> CodecRow:
+        return _row(name, bench.n, density, took, 8.0 * size, 8.0 * size - 32.0 * kept, kept)
 
-    return Entrant(way, lambda: stage.residual.copy_(stage.saved), row)
+    return Candidate(encode, lambda: bench.residual.copy_(bench.saved), row)
 
 
-def encoder(stage: Stage, density: float, name: str, selection: Selection) -> tuple[Entrant, list[Frame]]:
-    """thinwire's encode with `ErrorFeedback` and `Bits(8)`, all checks included; and the frames that it makes."""
+def encoder(bench: Bench, density: float, name: str, selection: Selection) -> tuple[Candidate, list[Frame]]:
+    """Return the candidate of thinwire's encode with `ErrorFeedback` and `Bits(8)`, and a list with its last frame."""
     codec = Codec(selection, Bits(8))
-    codec.encode({"w": stage.gradients[1]})
+    codec.encode({"w": bench.gradients[1]})
     residual = codec.residuals("w")["residual"]
     frames: list[Frame] = []
 
     def run() -> None:
-        frames[:] = [codec.encode({"w": stage.gradients[0]})]
+        frames[:] = [codec.encode({"w": bench.gradients[0]})]
 
-    def row(took: Time) -> Row:
-        return frame_row(f"encode {name}", stage.n, density, frames[0], Bits(8), took)
+    def row(took: Timing) -> CodecRow:
+        return frame_row(f"encode {name}", bench.n, density, frames[0], Bits(8), took)
 
-    return Entrant(run, lambda: residual.copy_(stage.saved), row), frames
+    return Candidate(run, lambda: residual.copy_(bench.saved), row), frames
 
 
-def decoder(stage: Stage, density: float, frames: list[Frame]) -> Entrant:
-    """Validating a frame and adding it to a gradient."""
-    out = torch.zeros(stage.n)
+def decoder(bench: Bench, density: float, frames: list[Frame]) -> Candidate:
+    """Return the candidate that validates a frame and adds it to a gradient."""
+    out = torch.zeros(bench.n)
 
     def run() -> None:
-        FrameReader(frames[0], [stage.n]).add_to([out], 0.5)
+        FrameReader(frames[0], [bench.n]).add_to([out], 0.5)
 
-    return Entrant(
-        run, lambda: None, lambda took: frame_row("decode and add", stage.n, density, frames[0], Bits(8), took)
+    return Candidate(
+        run, lambda: None, lambda took: frame_row("decode and add", bench.n, density, frames[0], Bits(8), took)
     )
 
 
-def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: Time | None) -> Row:
-    """The bits of a frame of one tensor: what is neither value nor scale counts as index."""
+def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: Timing | None) -> CodecRow:
+    """Return the row of a frame of one tensor; all bits but those of values and scales count as index bits."""
     (count,) = frame.counts
     full, rest = divmod(count, _native.BLOCK)
     stored = full * _native.block_bytes(values.code, _native.BLOCK)
@@ -236,49 +231,44 @@ def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, t
     return _row(name, n, density, took, 8.0 * len(frame), 8.0 * (len(frame) - stored), count)
 
 
-def _row(name: str, n: int, density: float, took: Time | None, bits: float, index: float, kept: int) -> Row:
+def _row(name: str, n: int, density: float, took: Timing | None, bits: float, index: float, kept: int) -> CodecRow:
     each, share = index / max(kept, 1), kept / n
     ratio, milliseconds = (took.best / took.copy, 1e3 * took.best) if took is not None else (None, None)
-    return Row(name, n, density, ratio, bits / n, each, entropy_bits(share), milliseconds, share)
+    return CodecRow(name, n, density, ratio, bits / n, each, entropy_bits(share), milliseconds, share)
 
 
-def two_bit_row(gradient: Tensor, density: float) -> Row:
-    """The size of a frame with two bits a value."""
+def two_bit_row(gradient: Tensor, density: float) -> CodecRow:
+    """Return the row of a frame with two bits per value, without a time."""
     frame = Codec(TopK(density, exact=True), Bits(2)).encode({"w": gradient})
     return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), None)
 
 
-def steps_of(n: int) -> int:
-    """How often something is timed, for the progress bar."""
-    return len(DENSITIES) * SITTINGS * 12
-
-
-def rows_of(n: int, seconds: float, advance: Callable[[float], None] = lambda density: None) -> Iterator[Row]:
-    """All rows of one size; `advance` hears of each sitting's density when a way has been timed in it."""
-    stage = Stage(n, seconds / SITTINGS)
+def rows_of(n: int, seconds: float, advance: Callable[[float], None] = lambda density: None) -> Iterator[CodecRow]:
+    """Yield all rows of one size; `advance` is called with the density after each timing."""
+    bench = Bench(n, seconds / PASSES)
     for density in DENSITIES:
-        stage.settle(density)
-        entrants = _entrants(stage, density)
-        times: list[Time | None] = [None] * len(entrants)
-        for _ in range(SITTINGS):
-            for i, entrant in enumerate(entrants):
-                took, before = stage.time(entrant.run, entrant.reset), times[i]
-                times[i] = took if before is None else before.and_then(took)
+        bench.settle(density)
+        candidates = _candidates(bench, density)
+        times: list[Timing | None] = [None] * len(candidates)
+        for _ in range(PASSES):
+            for i, candidate in enumerate(candidates):
+                took, before = bench.time(candidate.run, candidate.reset), times[i]
+                times[i] = took if before is None else before.best_of_both(took)
                 advance(density)
-        for entrant, best in zip(entrants, times, strict=True):
+        for candidate, best in zip(candidates, times, strict=True):
             assert best is not None
-            yield entrant.row(best)
-    yield two_bit_row(stage.gradients[0], 0.01)
+            yield candidate.row(best)
+    yield two_bit_row(bench.gradients[0], 0.01)
 
 
-def _entrants(stage: Stage, density: float) -> list[Entrant]:
-    entrants = [rival(stage, density, name, way) for name, way in rivals(stage, density).items()]
+def _candidates(bench: Bench, density: float) -> list[Candidate]:
+    candidates = [baseline(bench, density, name, encode) for name, encode in baselines(bench, density).items()]
     sent: list[Frame] = []
-    for name, selection in selections(stage, density).items():
-        entrant, frames = encoder(stage, density, name, selection)
-        entrants.append(entrant)
+    for name, selection in selections(bench, density).items():
+        candidate, frames = encoder(bench, density, name, selection)
+        candidates.append(candidate)
         sent = frames if name == "TopK exact" else sent
-    return [*entrants, decoder(stage, density, sent)]
+    return [*candidates, decoder(bench, density, sent)]
 
 
 BARS_FOR = 25_000_000  # elements
@@ -286,7 +276,7 @@ BARS_FOR = 25_000_000  # elements
 
 @dataclass(frozen=True)
 class Bar:
-    """A limit and what was measured (None: it could not be); `most` tells the direction."""
+    """A limit and the measured value, or None if it could not be measured; `most` means an upper limit."""
 
     what: str
     limit: float
@@ -301,8 +291,8 @@ class Bar:
         return self.measured <= self.limit if self.most else self.measured >= self.limit
 
 
-def from_rows(rows: Iterable[Row], n: int) -> list[Bar]:
-    """Bars on speed and size at 1 % (and where said at 10 % and 0.1 %)."""
+def from_rows(rows: Iterable[CodecRow], n: int) -> list[Bar]:
+    """Return the bars on speed and size, at a density of 1 % unless their names say otherwise."""
     found = {(row.name, row.density): row for row in rows if row.n == n}
 
     def ratio(name: str, density: float = 0.01) -> float:
@@ -316,7 +306,7 @@ def from_rows(rows: Iterable[Row], n: int) -> list[Bar]:
 
     bars = [
         Bar("encode, sampled TopK", 2.5, ratio("encode TopK"), "x the copy"),
-        Bar("the torch.topk way against it", 40.0, took("torch.topk") / took("encode TopK"), "x slower", most=False),
+        Bar("torch.topk against it", 40.0, took("torch.topk") / took("encode TopK"), "x slower", most=False),
         Bar("encode, exact TopK", 6.0, ratio("encode TopK exact"), "x the copy"),
         Bar("encode, StdDev", 3.5, ratio("encode StdDev"), "x the copy"),
         Bar("encode, Dynamic", 3.5, ratio("encode Dynamic"), "x the copy"),
@@ -337,7 +327,7 @@ def from_rows(rows: Iterable[Row], n: int) -> list[Bar]:
     return bars
 
 
-def _laws() -> dict[str, Callable[[int, torch.Generator], Tensor]]:
+def _distributions() -> dict[str, Callable[[int, torch.Generator], Tensor]]:
     return {
         "Gaussian": lambda n, g: torch.randn(n, generator=g),
         "Laplace": lambda n, g: -torch.rand(n, generator=g).clamp_(1e-7).log(),
@@ -346,21 +336,21 @@ def _laws() -> dict[str, Callable[[int, torch.Generator], Tensor]]:
 
 
 def density_bars(n: int) -> list[Bar]:
-    """How far sampled TopK is from the density asked for, at its worst over densities and seeds."""
+    """Return bars on the largest deviation of sampled TopK from its density, over densities and seeds."""
     bars = []
-    for place, (law, make) in enumerate(_laws().items()):
+    for place, (name, make) in enumerate(_distributions().items()):
         worst = 0.0
         for seed in range(2):
             x = make(n, torch.Generator().manual_seed(10 * place + seed))
             for density in (0.1, 0.01, 0.001):
                 (count,) = Codec(TopK(density), Bits(8)).encode({"w": x}, step=seed).counts
                 worst = max(worst, abs(count / (density * n) - 1.0))
-        bars.append(Bar(f"sampled TopK's density, {law}", 10.0, 100.0 * worst, "% off at the worst"))
+        bars.append(Bar(f"sampled TopK's density, {name}", 10.0, 100.0 * worst, "% off at most"))
     return bars
 
 
-# Run in a fresh process: the peak of resident memory during one encode or decode, less what was there before and the
-# frame. Writing 5 to clear_refs resets the peak.
+# Runs in a new process and prints the peak of resident memory during one encode and one decode, less the memory before
+# it and the frame. Writing 5 to clear_refs resets the peak.
 _PEAK = """
 import sys, torch
 from thinwire.codec.codec import Codec
@@ -387,23 +377,23 @@ print(peak - len(frame), decode)
 
 
 def memory_bars(n: int) -> list[Bar]:
-    """Peak memory beyond residual and frame, as a share of the tensor; not measured where the process fails.
+    """Return bars on peak memory beyond residual and frame, as a share of the tensor.
 
-    It does where Linux' /proc is missing, or memory for the tensors.
+    They are not measured where the process fails, for example without Linux' /proc or with too little memory.
     """
     bars = []
-    for way, words in (("sampled", "encode, sampled TopK"), ("exact", "encode, exact TopK")):
-        done = subprocess.run([sys.executable, "-c", _PEAK, str(n), way], capture_output=True, text=True)
+    for kind, words in (("sampled", "encode, sampled TopK"), ("exact", "encode, exact TopK")):
+        done = subprocess.run([sys.executable, "-c", _PEAK, str(n), kind], capture_output=True, text=True)
         found = [100.0 * max(0, int(part)) / (4 * n) for part in done.stdout.split()] if done.returncode == 0 else []
         encode, decode = found or (None, None)
         bars.append(Bar(f"memory beyond residual and frame, {words}", 5.0, encode, "% of the tensor"))
-        if way == "sampled":
+        if kind == "sampled":
             bars.append(Bar("memory beyond the frame, decode", 5.0, decode, "% of the tensor"))
     return bars
 
 
 def run(sizes: list[int], file: Path | None, seconds: float) -> int:
-    """Measure all rows and bars; `seconds` is spent on each row. Returns 1 if a bar was missed."""
+    """Measure all rows and bars, with `seconds` for each row; print and write them; return 1 if a bar was missed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -414,26 +404,17 @@ def run(sizes: list[int], file: Path | None, seconds: float) -> int:
     for n in sizes:
         console.print(_table([row for row in rows if row.n == n], n))
     console.print(_bar_table(bars, max(sizes)))
-    # The bars are set for one size; at another the figures stand without a verdict.
+    # The bars are limits for one size; other sizes have no verdict.
     judged = max(sizes) == BARS_FOR
     figures = [{**asdict(bar), "passed": bar.passed if judged else None} for bar in bars]
     write_json(file, {"rows": [asdict(row) for row in rows], "bars": figures})
     return verdict(bar.passed for bar in bars if judged)
 
 
-def _measure(sizes: list[int], seconds: float) -> tuple[list[Row], list[Bar]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("about"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    rows: list[Row] = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("bench codec", total=sum(steps_of(n) for n in sizes) + 2)
+def _measure(sizes: list[int], seconds: float) -> tuple[list[CodecRow], list[Bar]]:
+    rows: list[CodecRow] = []
+    with progress_bar() as progress:
+        task = progress.add_task("bench codec", total=TIMINGS * len(sizes) + 2)
         for n in sizes:
 
             def advance(density: float, n: int = n) -> None:
@@ -453,7 +434,7 @@ def _number(x: float | None, digits: int = 2) -> str:
     return "" if x is None else f"{x:,.{digits}f}"
 
 
-def _table(rows: list[Row], n: int) -> Table:
+def _table(rows: list[CodecRow], n: int) -> Table:
     table = Table(title=f"n = {n:,}: one thread, ratios to copying the tensor, ErrorFeedback + Bits(8)")
     table.add_column("")
     for column in ("density", "kept", "x the copy", "ms", "bits/element", "bits/index", "entropy"):
@@ -479,7 +460,7 @@ def _table(rows: list[Row], n: int) -> Table:
 def _bar_table(bars: list[Bar], n: int) -> Table:
     judged = n == BARS_FOR
     table = Table(
-        title=f"Bars for n = {BARS_FOR:,}, at 1 % unless said otherwise" + ("" if judged else f"; here {n:,}")
+        title=f"Bars for n = {BARS_FOR:,}, at 1 % unless stated otherwise" + ("" if judged else f"; here {n:,}")
     )
     for column, justify in (("what", "left"), ("bar", "right"), ("measured", "right"), ("", "left"), ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]

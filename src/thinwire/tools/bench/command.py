@@ -1,41 +1,122 @@
 """The commands `thinwire bench ...`.
 
-Torch is imported inside the functions, so that `--help` answers at once.
+The benchmarks are imported inside the functions, because they import torch and `--help` must answer at once.
 """
 
 from typing import Annotated
 
 import typer
 
-from thinwire.tools.bench.advice import advice_command
-from thinwire.tools.bench.ddp import ddp_command
-from thinwire.tools.bench.server import server_command
-from thinwire.tools.bench.udp import udp_command
 from thinwire.tools.options import JsonFile
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
+_DDP_METHODS = "infinite,dense,fp16,powersgd,topk1"
+_ADVICE_METHODS = "dense,fp16,percentile90,topk1"
+_SERVER_PARTS = ("phases", "stragglers", "policies")
+_UDP_PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 
-@app.callback()
-def _bench() -> None:
-    """Measure thinwire on this machine."""
+Rate = Annotated[str, typer.Option(help="Rate of every link: 500mbit; none leaves it unlimited.")]
+Batch = Annotated[int, typer.Option(min=1, help="Samples per worker and step.")]
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",")]
+
+
+def _parts(only: str, known: tuple[str, ...]) -> list[str]:
+    parts = _listed(only)
+    if not set(parts) <= set(known):
+        raise ValueError(f"--only takes {', '.join(known)}, not {only!r}")
+    return parts
+
+
+def _method_names(methods: str) -> list[str]:
+    from thinwire.tools.race.methods import check_method
+
+    names = _listed(methods)
+    for name in names:
+        check_method(name)
+    return names
 
 
 @app.command("codec")
-def codec(
+def codec_command(
     json_file: JsonFile = None,
     n: Annotated[list[int] | None, typer.Option(min=100_000, help="Elements of the tensor; may be repeated.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small tensor, few repetitions: a look, not a result.")
+        bool, typer.Option("--quick", help="Use a small tensor and few repetitions, for a rough look.")
     ] = False,
 ) -> int:
-    """Encode and decode, as ratios to copying the same tensor: one thread, best of several."""
+    """Measure encoding and decoding against copying the same tensor, on one thread."""
     from thinwire.tools.bench.codec import run
 
     return run(n or ([1_756_426] if quick else [1_756_426, 25_000_000]), json_file, seconds=0.25 if quick else 1.2)
 
 
-app.command("ddp")(ddp_command)
-app.command("advice")(advice_command)
-app.command("server")(server_command)
-app.command("udp")(udp_command)
+@app.command("ddp")
+def ddp_command(
+    workers: Annotated[int, typer.Option(min=2, help="Workers, each on an emulated host.")] = 14,
+    rate: Rate = "500mbit",
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = _DDP_METHODS,
+    batch: Batch = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every method is measured once.")] = 5,
+    warmup: Annotated[int, typer.Option(min=3, help="Steps of each method before the first round.")] = 4,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure step time, traffic and communication overhead of DDP methods on emulated hosts."""
+    from thinwire.tools.bench.ddp import run
+
+    names = list(dict.fromkeys(["infinite", *_method_names(methods)]))
+    run(
+        workers, rate, {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}, json_file
+    )
+
+
+@app.command("advice")
+def advice_command(
+    workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "4,14",
+    rates: Annotated[str, typer.Option(help="Rates of every link, comma-separated.")] = "100mbit,500mbit",
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = _ADVICE_METHODS,
+    batch: Batch = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of a prediction and a measurement.")] = 3,
+    json_file: JsonFile = None,
+) -> int:
+    """Compare the step times that `thinwire advise --probe` predicts with measured ones, on emulated hosts."""
+    from thinwire.tools.bench.advice import check_places, run
+
+    options = {"methods": _method_names(methods), "batch": batch, "steps": steps, "rounds": rounds, "warmup": 3}
+    return run(check_places(_listed(workers), _listed(rates)), options, json_file)
+
+
+@app.command("server")
+def server_command(
+    workers: Annotated[int, typer.Option(min=2, help="Workers; the server has one more emulated host.")] = 13,
+    rate: Rate = "500mbit",
+    only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(_SERVER_PARTS)}.")] = ",".join(_SERVER_PARTS),
+    steps: Annotated[int, typer.Option(min=3, help="Steps of the dense runs.")] = 8,
+    seconds: Annotated[float, typer.Option(min=2.0, help="Length of each run with stragglers.")] = 15.0,
+    json_file: JsonFile = None,
+) -> int:
+    """Measure phases, stragglers and scheduling policies of the parameter server on emulated hosts."""
+    from thinwire.tools.bench.server import run
+
+    return run(_parts(only, _SERVER_PARTS), workers, rate, steps, seconds, json_file)
+
+
+@app.command("udp")
+def udp_command(
+    only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(_UDP_PARTS)}.")] = ",".join(_UDP_PARTS),
+    rate: Rate = "100mbit",
+    loss: Annotated[str, typer.Option(help="Shares of packets lost, comma-separated.")] = "0%,1%,5%,20%",
+    steps: Annotated[int, typer.Option(min=10, help="Steps of each training run.")] = 200,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Length of the measured flows.")] = 8.0,
+    fuzzed: Annotated[int, typer.Option(min=1000, help="Number of forged datagrams.")] = 1_000_000,
+    json_file: JsonFile = None,
+) -> int:
+    """Measure the udp transport: training with packet loss, sharing with TCP, incast, forged datagrams, sending."""
+    from thinwire.tools.bench.udp import run
+
+    return run(_parts(only, _UDP_PARTS), rate, _listed(loss), steps, seconds, fuzzed, json_file)

@@ -1,33 +1,41 @@
-"""`thinwire bench ddp`: step time, bytes and tax of each method on an emulated cluster, all in one run.
+"""`thinwire bench ddp`: step time, traffic and communication overhead of each method on emulated hosts.
 
-The model is the cuda-convnet of SparsifyGradients with a batch of 8; figures are medians over rounds in which every
-method has its turn, so that the machine's moods hit all alike.
+The model is the cuda-convnet of SparsifyGradients. Figures are medians over rounds. In every round each method is
+measured once, in the same processes, so that changes in the machine's speed affect all methods alike.
 """
 
 import json
+import resource
 import statistics
 import sys
+import time
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
+import torch
+import torch.distributed as dist
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.tools.options import JsonFile, write_json
-
-METHODS = "infinite,dense,fp16,powersgd,topk1"
+from thinwire.link.link import Link
+from thinwire.tools.bench import Record, run_in_lab
+from thinwire.tools.options import write_json
+from thinwire.tools.race.methods import apply_method, single_bucket
+from thinwire.tools.race.training import interface_bytes
+from thinwire.tools.recipes.convnet import cuda_convnet
 
 
 @dataclass(frozen=True)
-class Row:
-    """One method's figures: milliseconds a step, tax over the infinite network, bytes per host and step."""
+class MethodFigures:
+    """One method's figures: milliseconds and bytes are per step, bytes also per host."""
 
     name: str
     step_ms: float
-    tax: float
+    overhead: float  # step time / step time without communication - 1
     bytes_sent: float
     bytes_received: float
     hook_cpu_ms: float
@@ -35,61 +43,27 @@ class Row:
     exchange: str
 
 
-def ddp_command(
-    hosts: Annotated[int, typer.Option(min=2, help="Emulated hosts.")] = 14,
-    rate: Annotated[str, typer.Option(help="Rate of every link: 500mbit; none is unshaped.")] = "500mbit",
-    methods: Annotated[str, typer.Option(help="Comma-separated; the infinite network comes first.")] = METHODS,
-    batch: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that every method gets.")] = 5,
-    warmup: Annotated[int, typer.Option(min=3, help="Steps before anything is measured.")] = 4,
-    json_file: JsonFile = None,
-) -> None:
-    """Step time, bytes per host and tax of each method on emulated hosts."""
-    from thinwire.tools.race.methods import check_method
-
-    names = [name.strip() for name in methods.split(",")]
-    for name in names:
-        check_method(name)
-    if "infinite" not in names:
-        names.insert(0, "infinite")
-    options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
-    rows = measure(hosts, rate, options)
-    _show(rows, hosts, rate)
-    write_json(json_file, {"hosts": hosts, "rate": rate, **options, "rows": [asdict(row) for row in rows]})
+def run(workers: int, rate: str, options: dict[str, Any], json_file: Path | None) -> None:
+    """Measure all methods, print a table and write the figures."""
+    rows = measure(workers, rate, options)
+    _show(rows, workers, rate)
+    write_json(json_file, {"workers": workers, "rate": rate, **options, "rows": [asdict(row) for row in rows]})
 
 
-def measure(hosts: int, rate: str, options: dict[str, Any]) -> list[Row]:
-    """Run all methods in a lab and sum up."""
-    from thinwire.errors import LabError
-    from thinwire.tools.lab import Lab
-
-    seen: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"{hosts} hosts at {rate}", total=options["rounds"] * len(options["methods"]) * hosts)
-
-        def read(host: int, line: str) -> None:
-            if line.startswith("ROW "):
-                seen.append(json.loads(line[4:]))
-                progress.advance(task)
-
-        with Lab(hosts, rate=None if rate == "none" else rate) as lab:
-            argv = [sys.executable, "-m", "thinwire.tools.bench.ddp_worker", json.dumps(options)]
-            result = lab.run(argv, output=read)
-        if result.failure is not None:
-            last = result.hosts[0].lines[-1:] or ("",)
-            raise LabError(f"the benchmark failed: {result.failure} ({last[0]})")
-    return _rows(seen, options["methods"])
+def measure(workers: int, rate: str, options: dict[str, Any]) -> list[MethodFigures]:
+    """Run all methods in a lab and return their figures."""
+    total = options["rounds"] * len(options["methods"]) * workers
+    records = run_in_lab(workers, rate, ["thinwire.tools.bench.ddp", json.dumps(options)], ("ROW",), total=total)
+    return _rows(records, options["methods"])
 
 
-def _rows(seen: list[dict[str, Any]], methods: list[str]) -> list[Row]:
+def _rows(records: list[Record], methods: list[str]) -> list[MethodFigures]:
     def median(method: str, key: str) -> float:
-        return statistics.median(float(row[key]) for row in seen if row["method"] == method)
+        return statistics.median(float(row[key]) for _, row in records if row["method"] == method)
 
     infinite = median("infinite", "step")
     return [
-        Row(
+        MethodFigures(
             name,
             1e3 * median(name, "step"),
             median(name, "step") / infinite - 1.0,
@@ -97,29 +71,28 @@ def _rows(seen: list[dict[str, Any]], methods: list[str]) -> list[Row]:
             median(name, "received"),
             1e3 * median(name, "hook_cpu"),
             1e3 * median(name, "cpu"),
-            next(row["exchange"] for row in seen if row["method"] == name),
+            next(row["exchange"] for _, row in records if row["method"] == name),
         )
         for name in methods
     ]
 
 
-def _show(rows: list[Row], hosts: int, rate: str) -> None:
-    caption = "MB: per host and step, by the kernel. hook: milliseconds of its own CPU time"
+def _show(rows: list[MethodFigures], workers: int, rate: str) -> None:
     table = Table(
-        title=f"cuda-convnet, {hosts} hosts at {rate}",
-        caption=caption,
+        title=f"cuda-convnet, {workers} workers at {rate}",
+        caption="MB: per host and step, counted by the kernel. hook: CPU time of the hook in ms",
         box=SIMPLE,
         collapse_padding=True,
         pad_edge=False,
     )
-    for column in ("method", "step ms", "tax", "MB out", "MB in", "vs dense", "hook", "exchange"):
+    for column in ("method", "step ms", "overhead", "MB out", "MB in", "vs dense", "hook", "exchange"):
         table.add_column(column, justify="left" if column in ("method", "exchange") else "right", no_wrap=True)
     dense = next((row.step_ms for row in rows if row.name == "dense"), None)
     for row in rows:
         table.add_row(
             row.name,
             f"{row.step_ms:,.1f}",
-            f"{row.tax:+.1%}",
+            f"{row.overhead:+.1%}",
             f"{row.bytes_sent / 1e6:.3f}",
             f"{row.bytes_received / 1e6:.3f}",
             f"{dense / row.step_ms:.2f}x" if dense else "",
@@ -127,3 +100,75 @@ def _show(rows: list[Row], hosts: int, rate: str) -> None:
             row.exchange,
         )
     Console().print(table)
+
+
+class MethodTrainer:
+    """Trains a model of its own with one method, on fixed random data."""
+
+    def __init__(self, method: str, batch: int) -> None:
+        torch.manual_seed(0)
+        cap = 1000 if single_bucket(method) else None  # None: DDP's default, a small first bucket, then 25 MiB each
+        self.method = method
+        self.model = DistributedDataParallel(cuda_convnet(), bucket_cap_mb=cap)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.link: Link | None = apply_method(self.model, method)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.images = torch.randn(batch, 3, 32, 32, generator=generator)
+        self.labels = torch.randint(0, 10, (batch,), generator=generator)
+
+    def steps(self, count: int) -> None:
+        """Train for some steps."""
+        for _ in range(count):
+            self.optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
+            self.optimizer.step()
+
+    def measure(self, count: int) -> dict[str, Any]:
+        """Train for some steps and return the mean seconds, bytes and CPU seconds of a step."""
+        dist.barrier()
+        before, cpu = interface_bytes("eth0") or (0, 0), _hook_cpu(self.link)
+        process = resource.getrusage(resource.RUSAGE_SELF)
+        began = time.perf_counter()
+        self.steps(count)
+        dist.barrier()
+        took = time.perf_counter() - began
+        after, spent = interface_bytes("eth0") or (0, 0), resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "method": self.method,
+            "step": took / count,
+            "sent": (after[0] - before[0]) / count,
+            "received": (after[1] - before[1]) / count,
+            "hook_cpu": (_hook_cpu(self.link) - cpu) / count,
+            "cpu": (spent.ru_utime + spent.ru_stime - process.ru_utime - process.ru_stime) / count,
+            "exchange": repr(self.link.exchange) if self.link is not None else "",
+        }
+
+
+def _hook_cpu(link: Link | None) -> float:
+    return float(link.stats()["cpu_seconds"]) if link is not None else 0.0
+
+
+def start_trainers(options: dict[str, Any]) -> list[MethodTrainer]:
+    """Join the process group of the lab's ranks and warm up a trainer for every method."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    trainers = [MethodTrainer(method, options["batch"]) for method in options["methods"]]
+    for trainer in trainers:
+        trainer.steps(options["warmup"])
+    return trainers
+
+
+def main() -> None:
+    """Run one rank, which prints a record for each method and round."""
+    options = json.loads(sys.argv[1])
+    trainers = start_trainers(options)
+    for round_number in range(options["rounds"]):
+        for trainer in trainers:
+            row = {"rank": dist.get_rank(), "round": round_number, **trainer.measure(options["steps"])}
+            print("ROW " + json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,30 +1,39 @@
-"""`thinwire bench server`: the parameter server's phases, stragglers and policies on an emulated cluster.
+"""`thinwire bench server`: phases, stragglers and scheduling policies of the parameter server on emulated hosts.
 
-Phases as in SparsifyGradients, seen from outside: synchronisation until the last worker has the model, computation
-until the last worker has its gradient, aggregation until the master has applied them all.
+Phases are those of SparsifyGradients: synchronisation lasts until the last worker has the model, computation until the
+last worker has its gradient, aggregation until the server has applied all gradients. All emulated hosts share the
+machine's monotonic clock, so that times of different processes can be compared.
 """
 
+import functools
 import json
+import random
 import statistics
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
+import torch
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor, nn
 
-from thinwire.tools.options import JsonFile, verdict, write_json
-
-PARTS = ("phases", "stragglers", "policies")
+from thinwire.server.server import Server
+from thinwire.server.worker import Worker
+from thinwire.tools.bench import Record, judge, run_in_lab
+from thinwire.tools.options import write_json
+from thinwire.tools.race.turns import Slow, take_turns
+from thinwire.tools.recipes.convnet import cuda_convnet
+from thinwire.tools.recipes.digits import read_digits
+from thinwire.transport.addresses import listen
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One run of the server."""
+class ServerRun:
+    """Settings of one training run with a parameter server."""
 
     name: str
     model: str = "convnet"
@@ -35,136 +44,91 @@ class Trial:
     bound: int = 3
     policy: str = "forward"
     overlap: bool = True
-    phased: bool = False  # as the paper did it: whole tensors, and none goes back before all have come
+    phased: bool = False  # as in the paper: whole tensors, and the server sends none before it has received all
     batch: int = 8
     lr: float = 0.01
-    steps: int = 0  # to the end; 0: until the seconds are over
+    steps: int = 0  # 0: run until the seconds are over
     seconds: float = 0.0
-    pause: float = 0.0  # what computing takes at least, without using the processor
-    chance: float = 0.0  # that a step takes `factor` times as long
+    pause: float = 0.0  # seconds that a step waits in addition, without using the processor
+    chance: float = 0.0  # probability that a step takes `factor` times as long
     factor: float = 4.0
-    slow: dict[str, float] = field(default_factory=dict)  # factors of single ranks
+    slow: dict[str, float] = field(default_factory=dict)  # factors of the ranks that are always slower
     transport: str = "tcp"
     on_loss: str = "restore"
 
 
-def trials(part: str, workers: int, steps: int, seconds: float) -> list[Trial]:
-    """What is run for each part of the benchmark."""
+def server_runs(part: str, workers: int, steps: int, seconds: float) -> list[ServerRun]:
+    """Return the runs of one part of the benchmark."""
     if part == "phases":
+        phased: dict[str, Any] = {"workers": workers, "overlap": False, "phased": True}
         return [
-            Trial("dense", workers=workers, push="dense", pull="dense", overlap=False, phased=True, steps=steps),
-            Trial(
-                "percentile90",
-                workers=workers,
-                push="percentile90",
-                pull="dense",
-                overlap=False,
-                phased=True,
-                steps=steps,
-            ),
-            Trial("thinwire", workers=workers, overlap=False, phased=True, steps=4 * steps),
-            Trial("thinwire, overlapped", workers=workers, steps=4 * steps),
+            ServerRun("dense", push="dense", pull="dense", steps=steps, **phased),
+            ServerRun("percentile90", push="percentile90", pull="dense", steps=steps, **phased),
+            ServerRun("thinwire", steps=4 * steps, **phased),
+            ServerRun("thinwire, overlapped", workers=workers, steps=4 * steps),
         ]
     if part == "stragglers":
-        common = {"model": "small", "workers": 4, "batch": 32, "seconds": seconds, "pause": 0.1, "lr": 0.2}
+        common: dict[str, Any] = dict(model="small", workers=4, batch=32, seconds=seconds, pause=0.1, lr=0.2)
         return [
-            Trial("bsp, 1 in 5 steps 4x", chance=0.2, **common),  # type: ignore[arg-type]
-            Trial("ssp 3, 1 in 5 steps 4x", mode="ssp", chance=0.2, **common),  # type: ignore[arg-type]
-            Trial("bsp, one worker 3x", slow={"1": 3.0}, **common),  # type: ignore[arg-type]
-            Trial("async, one worker 3x", mode="async", slow={"1": 3.0}, **common),  # type: ignore[arg-type]
+            ServerRun("bsp, 1 in 5 steps 4x", chance=0.2, **common),
+            ServerRun("ssp 3, 1 in 5 steps 4x", mode="ssp", chance=0.2, **common),
+            ServerRun("bsp, one worker 3x", slow={"1": 3.0}, **common),
+            ServerRun("async, one worker 3x", mode="async", slow={"1": 3.0}, **common),
         ]
     common = {"model": "slow_first", "workers": 2, "push": "dense", "pull": "dense", "steps": steps + 2}
-    return [Trial(name, policy=name, **common) for name in ("fifo", "filo", "stalest", "forward")]  # type: ignore[arg-type]
+    return [ServerRun(name, policy=name, **common) for name in ("fifo", "filo", "stalest", "forward")]
 
 
-def server_command(
-    hosts: Annotated[int, typer.Option(min=3, help="Emulated hosts: a master and the workers.")] = 14,
-    rate: Annotated[str, typer.Option(help="Rate of every link.")] = "500mbit",
-    only: Annotated[str, typer.Option(help="Parts to run: phases, stragglers, policies.")] = ",".join(PARTS),
-    steps: Annotated[int, typer.Option(min=3, help="Steps of the dense runs.")] = 8,
-    seconds: Annotated[float, typer.Option(min=2.0, help="Length of the runs with stragglers.")] = 15.0,
-    json_file: JsonFile = None,
-) -> int:
-    """Phase times, stragglers and scheduling policies of the parameter server."""
-    parts = [part.strip() for part in only.split(",")]
-    if not parts or not set(parts) <= set(PARTS):
-        raise ValueError(f"--only takes {', '.join(PARTS)}, not {only!r}")
-    figures: dict[str, Any] = {"hosts": hosts, "rate": rate, "bars": {}}
+def run(parts: list[str], workers: int, rate: str, steps: int, seconds: float, json_file: Path | None) -> int:
+    """Run the parts, print their tables and bars, write the figures, and return 1 if a bar was missed."""
+    figures: dict[str, Any] = {"workers": workers, "rate": rate, "bars": {}}
     console = Console()
     if "phases" in parts:
-        figures["phases"] = _phases(hosts, rate, trials("phases", hosts - 1, steps, seconds), figures["bars"])
-        console.print(_table(f"{hosts - 1} workers at {rate}, ms", figures["phases"]))
+        figures["phases"] = _phases(rate, server_runs("phases", workers, steps, seconds), figures["bars"])
+        console.print(_table(f"{workers} workers at {rate}, milliseconds", figures["phases"]))
     if "stragglers" in parts:
-        figures["stragglers"] = _stragglers(trials("stragglers", 4, steps, seconds), figures["bars"])
+        figures["stragglers"] = _stragglers(server_runs("stragglers", workers, steps, seconds), figures["bars"])
         console.print(_table("4 workers, steps of at least 100 ms", figures["stragglers"]))
         for row in figures["stragglers"]:
             curve = ", ".join(f"{value:.3f} at {at:.1f} s" for at, value in row["curve"])
             console.print(f"accuracy over time, {row['run']}: {curve}", highlight=False)
     if "policies" in parts:
-        figures["policies"] = _policies(trials("policies", 2, steps, seconds), figures["bars"])
-        console.print(_table("2 workers at 100mbit, slow first layer, ms", figures["policies"]))
-    for what, (measured, bar) in figures["bars"].items():
-        console.print(
-            f"{'met   ' if measured >= bar else 'MISSED'} {what}: {measured:.2f}x (bar {bar}x)", highlight=False
-        )
+        figures["policies"] = _policies(server_runs("policies", workers, steps, seconds), figures["bars"])
+        console.print(_table("2 workers at 100mbit, slow first layer, milliseconds", figures["policies"]))
     write_json(json_file, figures)
-    return verdict(measured >= bar for measured, bar in figures["bars"].values())
+    return judge(figures["bars"], "x")
 
 
-Lines = list[tuple[str, dict[str, Any]]]
+def _measure(rate: str, runs: Sequence[ServerRun]) -> list[Record]:
+    """Run all runs in one lab, one after the other, and return the records of its processes."""
+    advance = {each.name: 1.0 if each.steps else each.pause for each in runs}
+    return run_in_lab(
+        1 + max(each.workers for each in runs),
+        rate,
+        ["thinwire.tools.bench.server", json.dumps([asdict(each) for each in runs])],
+        ("APPLIED", "STEP"),
+        total=sum(each.steps or each.seconds for each in runs),
+        progress=lambda kind, record: advance[record["run"]] if kind == "APPLIED" else 0.0,
+    )
 
 
-def _run(hosts: int, rate: str, runs: Sequence[Trial], what: str) -> Lines:
-    """All runs in one lab, one after the other; what the processes said."""
-    from thinwire.errors import LabError
-    from thinwire.tools.lab import Lab
-
-    said: Lines = []
-    total = sum(run.steps or run.seconds for run in runs)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"{what}: {hosts} hosts at {rate}", total=total)
-        by_name = {run.name: run for run in runs}
-
-        def read(host: int, line: str) -> None:
-            kind, _, rest = line.partition(" ")
-            if kind in ("APPLIED", "STEP"):
-                said.append((kind, json.loads(rest)))
-                run = by_name[said[-1][1]["run"]]
-                if kind == "APPLIED":
-                    progress.advance(task, 1 if run.steps else run.pause)
-
-        with Lab(hosts, rate=rate) as lab:
-            argv = [
-                sys.executable,
-                "-m",
-                "thinwire.tools.bench.server_process",
-                json.dumps([asdict(run) for run in runs]),
-            ]
-            result = lab.run(argv, output=read)
-        if result.failure is not None:
-            last = next((h.lines[-1] for h in result.hosts if h.lines and "Error" in h.lines[-1]), "")
-            raise LabError(f"the benchmark failed: {result.failure} ({last})")
-    return said
-
-
-def _phases(hosts: int, rate: str, runs: list[Trial], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    said = _run(hosts, rate, runs, "phases")
-    rows = [_phase_row(said, run) for run in runs]
-    dense, percentile, thin, overlapped = rows
+def _phases(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    records = _measure(rate, runs)
+    rows = [_phase_row(records, run) for run in runs]
+    dense, percentile, plain, overlapped = rows
     both = [row["synchronisation"] + row["aggregation"] for row in rows]
     bars["percentile90 cuts aggregation"] = dense["aggregation"] / percentile["aggregation"], 3.5
     bars["thinwire cuts aggregation + synchronisation"] = both[0] / both[2], 25.0
     bars["thinwire's step is faster than dense"] = dense["step"] / overlapped["step"], 4.0
-    bars["thinwire's step without overlap is faster than dense"] = dense["step"] / thin["step"], 4.0
+    bars["thinwire's step without overlap is faster than dense"] = dense["step"] / plain["step"], 4.0
     return rows
 
 
-def _phase_row(said: Lines, run: Trial) -> dict[str, Any]:
-    """Medians over the steps, the first two left out."""
-    applied = {s["step"]: s["applied"] for kind, s in said if kind == "APPLIED" and s["run"] == run.name}
+def _phase_row(records: list[Record], run: ServerRun) -> dict[str, Any]:
+    """Return the median milliseconds of each phase, without the first two steps."""
+    applied = {s["step"]: s["applied"] for kind, s in records if kind == "APPLIED" and s["run"] == run.name}
     work: dict[int, list[dict[str, Any]]] = {}
-    for kind, s in said:
+    for kind, s in records:
         if kind == "STEP" and s["run"] == run.name:
             work.setdefault(s["step"], []).append(s)
     found = []
@@ -179,12 +143,12 @@ def _phase_row(said: Lines, run: Trial) -> dict[str, Any]:
     return {"run": run.name, **{n: 1e3 * statistics.median(v[i] for v in found) for i, n in enumerate(names)}}
 
 
-def _stragglers(runs: list[Trial], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    said = _run(5, "1gbit", runs, "stragglers")
+def _stragglers(runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    records = _measure("1gbit", runs)
     rows = []
     for run in runs:
-        steps = [s for kind, s in said if kind == "STEP" and s["run"] == run.name]
-        curve = [(s["applied"], s["accuracy"]) for kind, s in said if s["run"] == run.name and "accuracy" in s]
+        steps = [s for kind, s in records if kind == "STEP" and s["run"] == run.name]
+        curve = [(s["applied"], s["accuracy"]) for kind, s in records if s["run"] == run.name and "accuracy" in s]
         began = min(s["ready"] for s in steps)
         span = max(s["computed"] for s in steps) - began
         rows.append(
@@ -202,18 +166,18 @@ def _stragglers(runs: list[Trial], bars: dict[str, Any]) -> list[dict[str, Any]]
     return rows
 
 
-def policy_steps(hosts: int, rate: str, runs: list[Trial]) -> dict[str, float]:
-    """Milliseconds of a step of each run, the first two left out."""
-    said = _run(hosts, rate, runs, "policies")
+def policy_steps(rate: str, runs: list[ServerRun]) -> dict[str, float]:
+    """Return the mean milliseconds of a step in each run, without the first two steps."""
+    records = _measure(rate, runs)
     found = {}
     for run in runs:
-        at = sorted(s["applied"] for kind, s in said if kind == "APPLIED" and s["run"] == run.name)[2:]
+        at = sorted(s["applied"] for kind, s in records if kind == "APPLIED" and s["run"] == run.name)[2:]
         found[run.name] = 1e3 * (at[-1] - at[0]) / (len(at) - 1)
     return found
 
 
-def _policies(runs: list[Trial], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    step = policy_steps(3, "100mbit", runs)
+def _policies(runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    step = policy_steps("100mbit", runs)
     bars["stalest or forward against fifo"] = step["fifo"] / min(step["stalest"], step["forward"]), 1.0
     return [{"run": name, "step": milliseconds} for name, milliseconds in step.items()]
 
@@ -226,3 +190,104 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*(f"{row[n]:,.2f}" if isinstance(row[n], float) else str(row[n]) for n in names))
     return table
+
+
+def small() -> nn.Module:
+    """Return a small network for digits, for runs in which workers wait more than they compute."""
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def wide() -> nn.Module:
+    """Return a network for digits with 1.1 million parameters, so that a step needs many datagrams."""
+    return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
+def slow_first() -> nn.Module:
+    """Return eight layers of 1 MB each, of which the first is slow to compute."""
+    layers = [Slow(512, 0.5), *(Slow(512, 0.005) for _ in range(7))]
+    return nn.Sequential(*layers, nn.Linear(512, 10))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "convnet": cuda_convnet,
+    "small": small,
+    "wide": wide,
+    "slow_first": slow_first,
+}
+
+
+def batches(model: str, size: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Return batches to train on in turn: digits if the accuracy is measured, else a random one."""
+    generator = torch.Generator().manual_seed(rank)
+    labels = torch.randint(0, 10, (size,), generator=generator)
+    if model == "convnet":
+        return [(torch.randn(size, 3, 32, 32, generator=generator), labels)]
+    if model == "slow_first":
+        return [(torch.randn(size, 512, generator=generator), labels)]
+    x, y = digits()
+    order = torch.randperm(1300, generator=generator)[:640].view(-1, size)
+    return [(x[rows], y[rows]) for rows in order]
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    """Return the images and labels of scikit-learn's digits; those from 1300 on are for testing."""
+    pixels, labels = read_digits()
+    return pixels / 16.0, labels
+
+
+def serve(run: dict[str, Any], address: str) -> None:
+    """Serve one run to its end; rank 0 does this."""
+    torch.manual_seed(0)
+    model = MODELS[run["model"]]()
+
+    def on_step(server: Server) -> None:
+        record: dict[str, Any] = {"run": run["name"], "step": server.clock.step, "applied": server.applied_at}
+        if run["model"] in ("small", "wide") and server.clock.step % 10 == 0:
+            x, y = digits()
+            with torch.no_grad():
+                record["accuracy"] = float((model(x[1300:]).argmax(1) == y[1300:]).float().mean())
+        print("APPLIED " + json.dumps(record), flush=True)
+        if run["seconds"] and time.monotonic() - server.started_at > run["seconds"]:
+            server.stop("time")
+
+    server = Server(
+        model,
+        torch.optim.SGD(model.parameters(), lr=run["lr"]),
+        mode=run["mode"],
+        bound=run["bound"],
+        codec=run["pull"],
+        policy=run["policy"],
+        expect=run["workers"],
+        phased=run["phased"],
+        on_loss=run["on_loss"],
+        cut=0 if run["phased"] else None,
+        timeout=60.0,
+        on_step=on_step,
+    )
+    server.run(listen(address, insecure=True), max_steps=run["steps"] or None)
+
+
+def work(run: dict[str, Any], address: str, rank: int) -> None:
+    """Train as a worker of one run, with the delays that the run asks for; all ranks but 0 do this."""
+    model = MODELS[run["model"]]()
+    data = batches(run["model"], run["batch"], rank)
+    chance = random.Random(rank)
+    with Worker(address, model, run["push"], slot=rank - 1, overlap=run["overlap"]) as worker:
+        while worker.stopped is None:
+            clock = worker.clock
+            factor = run["slow"].get(str(rank), 1.0)
+            if chance.random() < run["chance"]:
+                factor *= run["factor"]
+            time.sleep(run["pause"] * factor)  # before the backward pass, which already pushes gradients
+            x, y = data[clock % len(data)]
+            nn.functional.cross_entropy(model(x), y).backward()
+            worker.step()
+            times = worker.last
+            record = {"run": run["name"], "rank": rank, "step": clock, "ready": times.ready, "computed": times.computed}
+            record |= {"wait": times.aggregate + times.synchronise, **worker.losses()}
+            print("STEP " + json.dumps({**record, "staleness": max(times.staleness.values(), default=0)}), flush=True)
+
+
+if __name__ == "__main__":
+    take_turns(serve, work)

@@ -1,42 +1,47 @@
-"""`thinwire bench udp`: training through loss against tcp, shared links, forged datagrams, and the sender's speed."""
+"""`thinwire bench udp`: the udp transport on emulated hosts and on this machine.
+
+Measures training with packet loss against tcp, links shared with TCP, many senders to one receiver (incast), forged
+datagrams, and the speed of sending.
+"""
 
 import contextlib
 import json
+import multiprocessing
+import os
 import random
 import socket
 import statistics
 import sys
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from thinwire import _native
-from thinwire.tools.options import JsonFile, verdict, write_json
+from thinwire.tools.bench import Record, judge, run_in_lab
+from thinwire.tools.bench.server import ServerRun
+from thinwire.tools.lab.units import parse_loss, parse_rates
+from thinwire.tools.options import write_json
+from thinwire.transport.addresses import connect, listen
 from thinwire.transport.udp.congestion import BURST
+from thinwire.transport.udp.packet import new_keys
+from thinwire.transport.udp.recovery import OutgoingMessage, unpack
+from thinwire.transport.udp.session import UdpSession
+from thinwire.transport.udp.socket import SocketThread, open_socket
 
-PARTS = ("loss", "fair", "incast", "fuzz", "sender")
-# How often each way is tried where at most so much is lost.
+# Each transport runs this often where the loss is at most _LITTLE; with more loss tcp takes minutes.
 _ROUNDS, _LITTLE = 5, 0.05
+# Datagrams of a message, and messages that may be unacknowledged: enough for long round trips.
+_PIECES, _WINDOW = 64, 16
 Bars = dict[str, tuple[float, float]]
 
 
-def udp_command(
-    only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(PARTS)}.")] = ",".join(PARTS),
-    rate: Annotated[str, typer.Option(help="Rate of every link.")] = "100mbit",
-    loss: Annotated[str, typer.Option(help="Shares of packets lost.")] = "0%,1%,5%,20%",
-    steps: Annotated[int, typer.Option(min=10, help="Steps of each training.")] = 200,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Length of the flows.")] = 8.0,
-    fuzzed: Annotated[int, typer.Option(min=1000, help="Forged datagrams.")] = 1_000_000,
-    json_file: JsonFile = None,
+def run(
+    parts: list[str], rate: str, losses: list[str], steps: int, seconds: float, fuzzed: int, json_file: Path | None
 ) -> int:
-    """Training over datagrams: through loss, next to TCP, with many senders, under fire."""
-    parts = [part.strip() for part in only.split(",")]
-    if not parts or not set(parts) <= set(PARTS):
-        raise ValueError(f"--only takes {', '.join(PARTS)}, not {only!r}")
-    losses = [word.strip() for word in loss.split(",")]
+    """Run the parts, print their figures and bars, write them, and return 1 if a bar was missed."""
     link = _check(parts, rate, losses)
     bars: Bars = {}
     figures: dict[str, Any] = {"rate": rate, "bars": bars}
@@ -60,62 +65,37 @@ def udp_command(
     console = Console()
     for name in parts:
         console.print_json(json.dumps({name: figures[name]}))
-    for what, (measured, bar) in bars.items():
-        console.print(
-            f"{'met   ' if measured >= bar else 'MISSED'} {what}: {measured:.2f} (bar {bar})", highlight=False
-        )
     write_json(json_file, figures)
-    return verdict(measured >= bar for measured, bar in bars.values())
+    return judge(bars)
 
 
 def _check(parts: list[str], rate: str, losses: list[str]) -> int:
-    """Bits per second into a host (1 where no part asks); ValueError for words that a lab would refuse later."""
-    from thinwire.tools.lab.units import parse_loss, parse_rates
-
+    """Return the bits per second into a host; ValueError for arguments that a lab would refuse later."""
     link = parse_rates(rate).down
     if "incast" in parts and link is None:
-        raise ValueError("incast fills a link and needs a --rate: give one, or leave incast out of --only")
+        raise ValueError("incast needs a limited --rate: give one, or leave incast out of --only")
     for share in losses if "loss" in parts else []:
         parse_loss(share)
     return link or 1
 
 
-def _lab(hosts: int, rate: str, argv: list[str], kinds: tuple[str, ...], loss: str | None = None) -> Any:
-    """What the processes of one lab said, of these kinds."""
-    from thinwire.errors import LabError
-    from thinwire.tools.lab import Lab
-
-    said: list[tuple[str, dict[str, Any]]] = []
-
-    def read(host: int, line: str) -> None:
-        kind, _, rest = line.partition(" ")
-        if kind in kinds:
-            said.append((kind, json.loads(rest)))
-
-    with Lab(hosts, rate=rate, loss=loss) as lab:
-        result = lab.run([sys.executable, "-m", *argv], output=read)
-    if result.failure is not None:
-        raise LabError(f"the benchmark failed: {result.failure}")
-    return said
-
-
 def _loss(rate: str, losses: list[str], steps: int, bars: Bars) -> list[dict[str, Any]]:
-    from thinwire.tools.bench.server import Trial
-    from thinwire.tools.lab.units import parse_loss
-
-    ways = {"tcp": ("tcp", "restore"), "udp restore": ("udp", "restore"), "udp ignore": ("udp", "ignore")}
+    transports = {"tcp": ("tcp", "restore"), "udp restore": ("udp", "restore"), "udp ignore": ("udp", "ignore")}
     rows: list[dict[str, Any]] = []
     for share in losses:
-        # In turns, so that a neighbour on the machine does not meet one way alone; with much loss tcp takes minutes.
+        # The transports take turns, so that other programs on the machine affect all of them.
         rounds = range(_ROUNDS if parse_loss(share) <= _LITTLE else 1)
         runs = [
-            Trial(f"{name} {i}", "wide", 4, batch=32, lr=0.1, steps=steps, transport=way, on_loss=on_loss)
+            ServerRun(f"{name} {i}", "wide", 4, batch=32, lr=0.1, steps=steps, transport=transport, on_loss=on_loss)
             for i in rounds
-            for name, (way, on_loss) in ways.items()
+            for name, (transport, on_loss) in transports.items()
         ]
-        argv = ["thinwire.tools.bench.server_process", json.dumps([asdict(run) for run in runs])]
-        said = _lab(5, rate, argv, ("APPLIED", "STEP"), None if share == "0%" else share)
-        rows += [{"loss": share, "run": name, **_middle([_row(f"{name} {i}", said) for i in rounds])} for name in ways]
+        argv = ["thinwire.tools.bench.server", json.dumps([asdict(run) for run in runs])]
+        records = run_in_lab(5, rate, argv, ("APPLIED", "STEP"), loss=share)
+        rows += [
+            {"loss": share, "run": name, **_medians([_row(f"{name} {i}", records) for i in rounds])}
+            for name in transports
+        ]
     found = {(row["loss"], row["run"]): row for row in rows}
     if "0%" in losses:
         bars["tcp's step over udp's, no loss"] = found["0%", "tcp"]["step"] / found["0%", "udp restore"]["step"], 0.909
@@ -123,22 +103,22 @@ def _loss(rate: str, losses: list[str], steps: int, bars: Bars) -> list[dict[str
         bars["tcp's wait over udp's, 5 % loss"] = found["5%", "tcp"]["wait"] / found["5%", "udp restore"]["wait"], 2.0
     if {"0%", "20%"} <= set(losses):
         drop = found["20%", "udp restore"]["accuracy"] - found["0%", "udp restore"]["accuracy"]
-        bars["accuracy at 20 % loss against none, restore, points"] = 100 * drop, -0.5
+        bars["accuracy at 20 % loss less accuracy without, restore, points"] = 100 * drop, -0.5
     return rows
 
 
-def _middle(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """The median of each figure over the rounds, and the step of every round."""
+def _medians(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the median of each figure over the rounds, and the step time of every round."""
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]} | {
         "steps": [row["step"] for row in rows]
     }
 
 
-def _row(name: str, said: list[tuple[str, dict[str, Any]]]) -> dict[str, float]:
-    """Milliseconds of a step and of waiting in it, after the first steps; accuracy; what was lost and restored."""
-    steps = [s for kind, s in said if kind == "STEP" and s["run"] == name]
-    applied = sorted(s["applied"] for kind, s in said if kind == "APPLIED" and s["run"] == name)[3:]
-    curve = [s["accuracy"] for kind, s in said if kind == "APPLIED" and s["run"] == name and "accuracy" in s]
+def _row(name: str, records: list[Record]) -> dict[str, float]:
+    """Return a run's milliseconds per step and of waiting per step, its accuracy, and its losses."""
+    steps = [s for kind, s in records if kind == "STEP" and s["run"] == name]
+    applied = sorted(s["applied"] for kind, s in records if kind == "APPLIED" and s["run"] == name)[3:]
+    curve = [s["accuracy"] for kind, s in records if kind == "APPLIED" and s["run"] == name and "accuracy" in s]
     last = {s["rank"]: s for s in steps}.values()
     sent, lost = (sum(s[key] for s in last) for key in ("datagrams", "datagrams_lost"))
     return {
@@ -152,7 +132,7 @@ def _row(name: str, said: list[tuple[str, dict[str, Any]]]) -> dict[str, float]:
 
 
 def _controls() -> list[str]:
-    """TCP's congestion controls that can be had here: what is fair to one may starve another."""
+    """Return the TCP congestion controls of this machine to share a link with; each behaves differently."""
     found = []
     for control in ("bbr", "cubic"):
         with socket.socket() as sock, contextlib.suppress(OSError):
@@ -162,18 +142,14 @@ def _controls() -> list[str]:
 
 
 def _flows(rate: str, senders: int, streams: int, seconds: float, control: str = "") -> dict[str, Any]:
-    argv = ["thinwire.tools.bench.udp_process", str(senders), str(streams), str(seconds), control]
-    said = _lab(1 + senders + streams, rate, argv, ("FLOWS", "SENDER"))
-    flows: dict[str, Any] = next(values for kind, values in said if kind == "FLOWS")
-    return {**flows, "senders": [values for kind, values in said if kind == "SENDER"]}
+    argv = ["thinwire.tools.bench.udp", str(senders), str(streams), str(seconds), control]
+    records = run_in_lab(1 + senders + streams, rate, argv, ("FLOWS", "SENDER"))
+    flows: dict[str, Any] = next(values for kind, values in records if kind == "FLOWS")
+    return {**flows, "senders": [values for kind, values in records if kind == "SENDER"]}
 
 
 def _fuzz(count: int) -> dict[str, Any]:
-    """Forged datagrams against a session with a message half there: how many of them changed nothing."""
-    from thinwire.transport.udp.packet import new_keys
-    from thinwire.transport.udp.session import UdpSession
-    from thinwire.transport.udp.socket import SocketThread, open_socket
-
+    """Send forged datagrams to a session with a half received message; return how many had no effect."""
     keys = new_keys()
     theirs, ours = (UdpSession(7, keys, server=server, mtu=1400) for server in (False, True))
     thread = SocketThread(open_socket(socket.AF_INET), lambda: None, server=True)
@@ -196,12 +172,7 @@ def _fuzz(count: int) -> dict[str, Any]:
 
 
 def _sender(seconds: float = 2.0) -> dict[str, float]:
-    """What one core seals and hands to the kernel, over loopback, by the way that training uses."""
-    from thinwire.transport.udp.packet import new_keys
-    from thinwire.transport.udp.recovery import OutgoingMessage
-    from thinwire.transport.udp.session import UdpSession
-    from thinwire.transport.udp.socket import SocketThread, open_socket
-
+    """Measure how fast one core encrypts datagrams and sends them over loopback, as in training."""
     session, sock = UdpSession(7, new_keys(), server=False, mtu=1400), open_socket(socket.AF_INET)
     thread = SocketThread(sock, lambda: None, server=False)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sink:
@@ -209,7 +180,7 @@ def _sender(seconds: float = 2.0) -> dict[str, float]:
         sock.connect(sink.getsockname())
         sent, began = 0, time.thread_time()
         while time.thread_time() - began < seconds:
-            # As many together as the pacer lets leave at once.
+            # The pacer sends this many datagrams at once.
             datagrams = session.encryptor.encrypt_all(
                 OutgoingMessage(1, b"head", [bytes(1300)] * BURST, 0).packet_contents(BURST)
             )
@@ -218,3 +189,97 @@ def _sender(seconds: float = 2.0) -> dict[str, float]:
         spent = time.thread_time() - began
     thread.close()
     return {"mbit": 8e-6 * sent / spent, "microseconds": 1e6 * spent * 1400 / sent}
+
+
+def receive_flows(address: str, port: int, seconds: float, senders: int, streams: int) -> None:
+    """Receive from all senders and print the rate of each, measured from 1.5 s after the last one started."""
+    # Streams have processes of their own, because the threads for datagrams would delay them in one interpreter.
+    forked = multiprocessing.get_context("fork")
+    sinks = {f"tcp {number}": forked.Value("q", 0) for number in range(streams)}
+    for number, taken in enumerate(sinks.values()):
+        forked.Process(target=_sink, args=(port + 1 + number, taken), daemon=True).start()
+    listener = listen(f"udp://{address}:{port}", insecure=True)
+    counts: dict[str, int] = {}
+    names: dict[bytes, str] = {}
+    lost = sent = 0
+    at_begin: dict[str, int] = {}
+    begin, ends = 0.0, time.monotonic() + seconds + 60
+    while time.monotonic() < ends:
+        for peer, parts in listener.poll(0.05):
+            name = names.setdefault(peer, f"udp {len(names)}")
+            pieces = unpack(parts[1]) if len(parts) == 2 else None
+            counts[name] = counts.get(name, 0) + (0 if pieces is None else sum(map(len, pieces.arrived.values())))
+            if pieces is not None and at_begin:
+                sent, lost = sent + pieces.count, lost + pieces.count - len(pieces.arrived)
+            listener.send(peer, [b"taken"])
+        now = time.monotonic()
+        counts |= {name: taken.value for name, taken in sinks.items() if taken.value}
+        if not begin and len(counts) == senders + streams:
+            begin = now + 1.5
+            ends = begin + seconds
+        if begin and now >= begin and not at_begin:
+            at_begin = dict(counts)
+    rates = {name: 8e-6 * (counts[name] - at_begin.get(name, 0)) / seconds for name in counts}
+    print("FLOWS " + json.dumps({"mbit": rates, "loss": lost / max(sent, 1)}), flush=True)
+    for peer in names:
+        listener.send(peer, [b"stop"])
+    listener.close()
+
+
+def _sink(port: int, taken: Any) -> None:
+    with socket.create_server(("0.0.0.0", port)) as server:
+        stream, _ = server.accept()
+        with stream, contextlib.suppress(OSError):
+            while data := stream.recv(1 << 18):
+                taken.value += len(data)
+
+
+def send_datagrams(address: str, port: int) -> None:
+    """Send messages of many datagrams, with a few unacknowledged at a time, until rank 0 says stop."""
+    connection = connect(f"udp://{address}:{port}")
+    connection.send([b"hello"])
+    assert connection.piece_bytes is not None
+    unacknowledged, stop, began = 0, False, time.monotonic()
+    while not stop and time.monotonic() - began < 120:
+        while unacknowledged < _WINDOW and time.monotonic() - began > 0.5:
+            connection.send_pieces(b"flow", [bytes(connection.piece_bytes)] * _PIECES)
+            unacknowledged += 1
+        for parts in connection.poll(0.05):
+            unacknowledged -= bytes(parts[0]) == b"taken" and unacknowledged > 0
+            stop |= bytes(parts[0]) == b"stop"
+    figures = connection.figures()
+    print("SENDER " + json.dumps({"mbit": 8e-6 * figures["rate"], "trip": figures["round_trip"]}), flush=True)
+    connection.close()
+
+
+def send_stream(address: str, port: int, control: str) -> None:
+    """Send a TCP stream until rank 0 closes it, with the given congestion control or the machine's default."""
+    data, ends = bytes(1 << 18), time.monotonic() + 60
+    while time.monotonic() < ends:
+        try:
+            connection = socket.create_connection((address, port), timeout=30)
+        except OSError:  # rank 0 does not listen yet
+            time.sleep(0.05)
+            continue
+        if control:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+        with connection, contextlib.suppress(OSError):
+            while True:
+                connection.sendall(data)
+        return
+
+
+def main() -> None:
+    """Run one process of the flows: rank 0 receives, the next ranks send datagrams, the rest TCP streams."""
+    rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    senders, streams, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    if rank == 0:
+        receive_flows(address, port, seconds, senders, streams)
+    elif rank <= senders:
+        send_datagrams(address, port)
+    else:
+        send_stream(address, port + rank - senders, sys.argv[4])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,10 @@
 """The lab: emulated hosts with shaped links on one Linux machine.
 
-Any command runs on N hosts, each with its own address and link, over the kernel's real TCP/IP stack.
+Any command can run on the hosts. Each host has its own address and link and uses the kernel's TCP/IP stack.
 """
 
-from thinwire.tools.lab.counters import Traffic
 from thinwire.tools.lab.lab import Lab
-from thinwire.tools.lab.launching import HostResult, RunResult
+from thinwire.tools.lab.launching import HostResult, HostTraffic, RunResult
 from thinwire.tools.lab.units import Rates
 
-__all__ = ["HostResult", "Lab", "Rates", "RunResult", "Traffic"]
+__all__ = ["HostResult", "HostTraffic", "Lab", "Rates", "RunResult"]

@@ -1,4 +1,4 @@
-"""What works here, and why not: every ability that a lab needs is tried, not guessed."""
+"""Tries everything that a lab needs on this machine and reports what works, and how to get the rest."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from thinwire.tools.lab.registry import RunFile
 
 @dataclass(frozen=True)
 class Ability:
-    """One thing a lab needs (`required`) or can use, whether it works here, and what to do if not."""
+    """One feature that a lab needs (`required`) or can use, whether it works, and what to do if it does not."""
 
     name: str
     works: bool
@@ -23,8 +23,8 @@ class Ability:
 
 
 def check() -> list[Ability]:
-    """Try everything in a lab of one host and return what was found."""
-    if not sys.platform.startswith("linux"):  # rights and settings, as in _why_not, would not help
+    """Try every feature in a lab of one host and return the results."""
+    if not sys.platform.startswith("linux"):  # the advice of _why_not would not help
         return [Ability("namespaces", False, f"a lab needs Linux; this is {sys.platform}")]
     run_file = RunFile({"h0": shaping.address(0)})
     try:
@@ -46,7 +46,7 @@ def ready(abilities: list[Ability]) -> bool:
 
 def _why_not(complaint: str) -> str:
     if os.geteuid() == 0:
-        return f"{complaint}; root here lacks CAP_SYS_ADMIN: give the container that capability"
+        return f"{complaint}; root lacks CAP_SYS_ADMIN: give the container that capability"
     for name, bad in (
         ("user/max_user_namespaces", "0"),
         ("kernel/unprivileged_userns_clone", "0"),
@@ -61,7 +61,7 @@ def _why_not(complaint: str) -> str:
 def _abilities(spaces: Namespaces) -> list[Ability]:
     def boot() -> str:
         spaces.boot(1)
-        return "own processes, mounts, host name"
+        return "separate processes, mounts and host name"
 
     def tool(argv: list[str], *lines: str) -> Callable[[], str]:
         def attempt() -> str:
@@ -79,7 +79,7 @@ def _abilities(spaces: Namespaces) -> list[Ability]:
         if refused:
             raise LabError(f"refused: {', '.join(refused)}")
         control = spaces.ask("read", where=SWITCH, path="/proc/sys/net/ipv4/tcp_congestion_control")["text"]
-        return f"no IPv6 chatter; TCP congestion control as the machine's: {control.strip()}"
+        return f"IPv6 off; TCP congestion control of this machine: {control.strip()}"
 
     def cable() -> str:
         peer = {0: str(spaces.ask("peer", host=0)["path"])}
@@ -96,13 +96,8 @@ def _abilities(spaces: Namespaces) -> list[Ability]:
         _attempt("offloads", offloads, "the kernel must let a veth turn its offloads off"),
         _attempt("rate (tbf)", tool(["tc", "-batch", "-"], *rate), "install iproute2; the kernel must have tbf"),
         _attempt("loss (nftables)", tool(["nft", "-f", "-"], *rules), "install nftables", required=False),
-        _attempt(
-            "delay (netem)",
-            tool(["tc", "-batch", "-"], *delayed),
-            "the kernel must have netem",
-            required=False,
-        ),
-        _attempt("settings", settings, "results may differ a little between machines", required=False),
+        _attempt("delay (netem)", tool(["tc", "-batch", "-"], *delayed), "the kernel must have netem", required=False),
+        _attempt("settings", settings, "results may differ slightly between machines", required=False),
     ]
 
 

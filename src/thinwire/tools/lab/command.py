@@ -1,4 +1,4 @@
-"""The command `thinwire lab`: run anything on emulated hosts, or check what works here, or clean up."""
+"""The command `thinwire lab`: run a program on emulated hosts, check what this machine supports, or clean up."""
 
 import contextlib
 import json
@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -21,47 +22,51 @@ from thinwire.tools.lab import check, registry
 from thinwire.tools.lab.lab import Lab
 from thinwire.tools.lab.launching import RunResult
 
+_STDOUT = Path("-")
+
 
 def lab_command(
-    command: Annotated[list[str] | None, typer.Argument(help="The command, after --.", show_default=False)] = None,
-    hosts: Annotated[int, typer.Option(help="How many emulated hosts.")] = 2,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The command, after --. A leading `python` or `python3` is the Python that thinwire is installed in.",
+            show_default=False,
+        ),
+    ] = None,
+    hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")] = 2,
     rate: Annotated[str | None, typer.Option(help="Rate of every link in tc's notation: 100mbit, 1gbit.")] = None,
     asymmetric: Annotated[str | None, typer.Option(help="Rates UP/DOWN in place of --rate: 20mbit/100mbit.")] = None,
-    host_rate: Annotated[list[str] | None, typer.Option(help="One host's own rate: 3=50mbit; repeatable.")] = None,
-    loss: Annotated[str | None, typer.Option(help="Packets lost between any two hosts: 1%.")] = None,
-    delay: Annotated[str | None, typer.Option(help="One-way delay, where the kernel has netem: 5ms.")] = None,
+    host_rate: Annotated[list[str] | None, typer.Option(help="Rate of one host: 3=50mbit; may be repeated.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Share of packets lost between any two hosts: 1%.")] = None,
+    delay: Annotated[str | None, typer.Option(help="One-way delay (5ms); the kernel must have netem.")] = None,
     per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
     torchrun: Annotated[bool, typer.Option("--torchrun", help="Start torchrun on every host.")] = False,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Stop after so many seconds (exit 124).")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write time and traffic per host.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No summary on stderr.")] = False,
-    check_only: Annotated[bool, typer.Option("--check", help="Say what works here and why not.")] = False,
-    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed labs left.")] = False,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Stop after this many seconds (exit code 124).")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="PATH", help="Write time and traffic per host as JSON; - is stdout."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no summary to stderr.")] = False,
+    check_only: Annotated[bool, typer.Option("--check", help="Show what this machine supports, and exit.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Remove what killed labs left behind, and exit.")] = False,
 ) -> int:
     """Run a command on emulated hosts: thinwire lab --hosts 4 --rate 100mbit -- python train.py."""
     if json_file is not None and (json_file.is_dir() or not os.access(json_file.absolute().parent, os.W_OK)):
-        raise ValueError(f"--json {json_file} cannot be written: it is a directory, or its folder cannot be written")
+        raise ValueError(f"--json {json_file} cannot be written, because it is a directory or its folder is read-only")
     if check_only or clean:
         if command or (check_only and clean):
-            raise ValueError("--check and --clean stand alone: give no command and only one of them")
+            raise ValueError("--check and --clean take no command: give only one of them")
         return _check(json_file) if check_only else _clean()
     if asymmetric is not None and (rate is not None or "/" not in asymmetric):
         raise ValueError("--asymmetric takes UP/DOWN, such as 20mbit/100mbit, and replaces --rate")
-    lab = Lab(
-        hosts,
-        rate=asymmetric or rate,
-        loss=loss,
-        delay=delay,
-        host_rates=dict(map(_host_rate, host_rate or [])),
-    )
+    lab = Lab(hosts, rate=asymmetric or rate, loss=loss, delay=delay, host_rates=dict(map(_host_rate, host_rate or [])))
     words = _runnable(command)
     if torchrun:
         words, ranks = _torchrun(words, lab, per_host), 1
     else:
         ranks = per_host
-    result, up = _run(lab, words, ranks, timeout)
-    if json_file is not None:
-        json_file.write_text(json.dumps(_figures(lab, command or [], result, up), indent=1) + "\n")
+    result, up = _run(lab, words, ranks, timeout, sys.stderr if json_file == _STDOUT else sys.stdout)
+    _write_json(json_file, _figures(lab, command or [], result, up))
     if not quiet:
         _summary(result, up)
     if result.failure:
@@ -69,13 +74,15 @@ def lab_command(
     return result.exit_code
 
 
-def _run(lab: Lab, words: list[str], ranks: int, timeout: float | None) -> tuple[RunResult, float]:
+def _run(lab: Lab, words: list[str], ranks: int, timeout: float | None, stream: TextIO) -> tuple[RunResult, float]:
+    """Run the command on all hosts, print its lines to a stream, and return the result and the set-up time."""
+
     def show(host: int, line: str) -> None:
-        encoding = sys.stdout.encoding or "utf-8"
-        try:  # a sign that our output cannot show must not end the run
-            print(f"[h{host}] {line}".encode(encoding, "replace").decode(encoding), flush=True)
-        except BrokenPipeError:  # the reader of our output is gone, as after `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        encoding = stream.encoding or "utf-8"
+        try:  # a character that the stream cannot encode must not end the run
+            print(f"[h{host}] {line}".encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+        except BrokenPipeError:  # the reader of the output has ended, as after `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
 
     began = time.monotonic()
@@ -97,11 +104,12 @@ def _ending_on_terminate() -> Iterator[None]:
 
 
 def _runnable(command: list[str] | None) -> list[str]:
+    """Check the command; `python` becomes the running interpreter, which has thinwire installed."""
     if not command:
         raise ValueError("there is no command; write it after --: thinwire lab --hosts 4 -- python train.py")
-    if not command[0].endswith(".py") and shutil.which(command[0]) is None:
+    if not command[0].endswith(".py") and command[0] not in ("python", "python3") and shutil.which(command[0]) is None:
         raise ValueError(f"the command '{command[0]}' is not found")
-    return command
+    return [sys.executable, *command[1:]] if command[0] in ("python", "python3") else command
 
 
 def _host_rate(text: str) -> tuple[int, str]:
@@ -112,20 +120,14 @@ def _host_rate(text: str) -> tuple[int, str]:
 
 
 def _torchrun(command: list[str], lab: Lab, per_host: int) -> list[str]:
-    """Return torchrun's command line; a leading `python` names the interpreter to use."""
+    """Return the command line of torchrun; a leading Python interpreter in the command runs torchrun itself."""
     first, *rest = command
     if os.path.basename(first).startswith("python"):
         python, script = first, rest
     else:
         python, script = sys.executable, command if first.endswith(".py") else ["--no-python", *command]
     words = [python, "-m", "torch.distributed.run", f"--nnodes={lab.hosts}", f"--nproc-per-node={per_host}"]
-    return [
-        *words,
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={lab.address(0)}:29400",
-        "--rdzv-id=lab",
-        *script,
-    ]
+    return [*words, "--rdzv-backend=c10d", f"--rdzv-endpoint={lab.address(0)}:29400", "--rdzv-id=lab", *script]
 
 
 def _figures(lab: Lab, command: list[str], result: RunResult, up: float) -> dict[str, Any]:
@@ -154,7 +156,9 @@ def _figures(lab: Lab, command: list[str], result: RunResult, up: float) -> dict
 
 
 def _summary(result: RunResult, up: float) -> None:
-    table = Table("host", "exit", "wall s", "cpu s", "sent MB", "received MB", "packets sent", "received")
+    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
+    for column in ("host", "exit", "wall s", "cpu s", "MB out", "MB in", "packets out", "packets in"):
+        table.add_column(column, justify="left" if column == "host" else "right")
     for each in result.hosts:
         figures = [f"{each.wall:.2f}", f"{each.cpu:.2f}"]
         figures += [f"{count / 1e6:.3f}" for count in (each.traffic.sent_bytes, each.traffic.received_bytes)]
@@ -162,21 +166,29 @@ def _summary(result: RunResult, up: float) -> None:
         table.add_row(f"h{each.host}", str(each.code), *figures)
     console = Console(stderr=True)
     console.print(table)
-    console.print(f"{len(result.hosts)} hosts, up in {up:.2f} s, ran {result.wall:.2f} s", highlight=False)
+    console.print(f"{len(result.hosts)} hosts: set up in {up:.2f} s, ran for {result.wall:.2f} s", highlight=False)
 
 
 def _check(json_file: Path | None) -> int:
     abilities = check.check()
-    table = Table("what", "works", "how, or why not")
+    table = Table("feature", "works", "detail", box=SIMPLE, pad_edge=False)
     for ability in abilities:
         state = "yes" if ability.works else "NO" if ability.required else "no (optional)"
         table.add_row(ability.name, state, ability.detail)
     ready = check.ready(abilities)
-    Console().print(table)
-    print("A lab with a rate can be built here." if ready else "A lab cannot be built here.")
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(ability) for ability in abilities], indent=1) + "\n")
+    console = Console(stderr=json_file == _STDOUT)
+    console.print(table)
+    console.print("A lab with a rate can be built here." if ready else "A lab cannot be built here.", highlight=False)
+    _write_json(json_file, [asdict(ability) for ability in abilities])
     return 0 if ready else 1
+
+
+def _write_json(path: Path | None, figures: Any) -> None:
+    text = json.dumps(figures, indent=1) + "\n"
+    if path == _STDOUT:
+        sys.stdout.write(text)
+    elif path is not None:
+        path.write_text(text)
 
 
 def _clean() -> int:

@@ -1,6 +1,6 @@
-"""Starts a command inside a host and stands for it outside: signals go in, its exit status comes out.
+"""Starts a command inside a host, forwards signals to it, and ends with the command's exit status.
 
-Run by path, with the standard library only: `enter.py INIT_PID CORES COMMAND...`.
+Run by its path, with the standard library only: `enter.py INIT_PID CORES COMMAND...`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _FORWARDED = (
     signal.SIGUSR2,
     signal.SIGCONT,
 )
-# Joining a user namespace gives the rights to join the others, so it comes first.
+# The user namespace comes first, because joining it gives the rights to join the others.
 _NAMESPACES = (
     ("user", kernel.CLONE_NEWUSER),
     ("net", kernel.CLONE_NEWNET),
@@ -39,7 +39,7 @@ _NAMESPACES = (
 
 
 def join(pid: int) -> bool:
-    """Enter all namespaces of a host's init; return whether a user namespace was among them."""
+    """Enter all namespaces of a host's process 1; return whether this included a user namespace."""
     handles = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in _NAMESPACES]
     own = os.stat("/proc/self/ns/user").st_ino
     foreign = os.fstat(handles[0][0]).st_ino != own
@@ -51,7 +51,7 @@ def join(pid: int) -> bool:
 
 
 def become(command: list[str], user: tuple[int, int] | None) -> NoReturn:
-    """Turn this process, the child inside the host, into the command."""
+    """Replace this process, which runs inside the host, by the command."""
     kernel.die_with_parent(signal.SIGKILL)
     os.setpgid(0, 0)
     try:
@@ -68,20 +68,20 @@ def become(command: list[str], user: tuple[int, int] | None) -> NoReturn:
         os._exit(126 if isinstance(error, PermissionError) else 127)
 
 
-def stand_for(child: int) -> NoReturn:
-    """Pass signals on to the command's process group; end as the command ended."""
+def wait_for(child: int) -> NoReturn:
+    """Forward signals to the command's process group; end with its exit code or by the same signal."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, number)
 
-    with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+    with contextlib.suppress(OSError):  # the child does the same, and either may be first
         os.setpgid(child, child)
     for number in _FORWARDED:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     devnull = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):  # a reader of the command's output must see its end when the command ends
+    for descriptor in range(3):  # the command alone must hold its output open, so that a reader sees its end
         os.dup2(devnull, descriptor)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -94,20 +94,20 @@ def stand_for(child: int) -> NoReturn:
 
 
 def main(pid: int, cores: str, command: list[str]) -> NoReturn:
-    """Join the host, fork into it, and stand for the child."""
+    """Join the host, start the command in a child process, and wait for it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     here, uid, gid = os.getcwd(), os.geteuid(), os.getegid()
     try:
         mapped = join(pid)
-        os.chdir(here)  # joining a mount namespace moved us to its root
+        os.chdir(here)  # joining a mount namespace changed the directory to its root
         child = os.fork()
     except OSError as error:
         print(f"thinwire lab: cannot enter the host: {error.strerror}", file=sys.stderr)
         sys.exit(125)
     if child == 0:
         become(command, (uid, gid) if mapped else None)
-    stand_for(child)
+    wait_for(child)
 
 
 if __name__ == "__main__":

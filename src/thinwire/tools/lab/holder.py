@@ -1,7 +1,7 @@
-"""The process that a lab's namespaces live and die with: init of the lab's process namespace.
+"""The holder process of a lab: process 1 of the lab's PID namespace, which keeps the lab's namespaces alive.
 
-It serves its owner's requests over a socket and ends with its owner; then the kernel kills every process of
-every emulated host, and namespaces that no name pins vanish with them. Run by path, standard library only.
+It answers requests of its owner over a socket and ends with its owner. The kernel then kills every process of every
+emulated host and removes the namespaces. Run by its path, with the standard library only.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ else:
 
 
 def isolate() -> str:
-    """Unshare as root where allowed, else through a user namespace; return which one it was."""
+    """Create the namespaces as root, or through a user namespace where that is not allowed; return which."""
     wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
     if os.geteuid() == 0:
         with contextlib.suppress(PermissionError):
@@ -35,7 +35,7 @@ def isolate() -> str:
 
 
 class Holder:
-    """Answers one request after the other; `where` is a host's number, or -1 for the switch."""
+    """Carries out the requests of the owner; `where` is a host's number, or -1 for the switch."""
 
     def __init__(self, hosts_file: str) -> None:
         self._hosts_file = hosts_file
@@ -43,22 +43,22 @@ class Holder:
         self._inits: dict[int, int] = {}
 
     def boot(self, hosts: int) -> dict[str, Any]:
-        """Create the network namespaces of all hosts and start their init processes."""
+        """Create the network namespaces of all hosts and start process 1 of each."""
         for host in range(hosts):
             kernel.unshare(kernel.CLONE_NEWNET)
             self._nets[host] = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         return {"inits": [self._start_init(host) for host in range(hosts)]}
 
     def reboot(self, host: int) -> dict[str, Any]:
-        """Kill every process of a host and start its init again; the host's link stays as it is."""
+        """Kill every process of a host and start its process 1 again; the host's link does not change."""
         pid = self._inits.pop(host)
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it may have been killed before
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it may have ended already
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         return {"init": self._start_init(host)}
 
     def run(self, where: int, argv: list[str], text: str) -> dict[str, Any]:
-        """Run an administration command (ip, tc, nft, bridge) inside a namespace."""
+        """Run an administration command (ip, tc, nft or bridge) inside a network namespace."""
         kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
         try:
             done = subprocess.run(argv, input=text, capture_output=True, text=True, pass_fds=tuple(self._nets.values()))
@@ -67,17 +67,17 @@ class Holder:
         return {"code": done.returncode, "output": done.stdout, "errors": done.stderr.strip()}
 
     def peer(self, host: int) -> dict[str, Any]:
-        """Return the path under which administration commands can name a host's network namespace."""
+        """Return a path of a host's network namespace for administration commands."""
         return {"path": f"/proc/self/fd/{self._nets[host]}"}
 
     def read(self, where: int, path: str) -> dict[str, Any]:
-        """Read a file of /proc as it looks from inside a network namespace."""
+        """Return a file of /proc as seen from inside a network namespace."""
         kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
         with open(path) as file:
             return {"text": file.read()}
 
     def configure(self, where: int, devices: list[str], settings: dict[str, str]) -> dict[str, Any]:
-        """Turn the devices' offloads off and write kernel settings; return the settings that were refused."""
+        """Turn the offloads of devices off and write kernel settings; return the settings that failed."""
         kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
         for device in devices:
             kernel.offloads_off(device)
@@ -87,7 +87,7 @@ class Holder:
                 with open(path, "w") as file:
                     file.write(value)
             except FileNotFoundError:
-                continue  # a kernel without a part need not have it turned off
+                continue  # the kernel does not have this feature
             except OSError as error:
                 refused.append(f"{path}: {error.strerror}")
         return {"refused": refused}
@@ -120,14 +120,14 @@ class Holder:
 
 
 def host_init(host: int, hosts_file: str, writer: int) -> NoReturn:
-    """Be process 1 of an emulated host: give it a name and private mounts, then adopt and reap orphans."""
+    """Run as process 1 of an emulated host: set its name and mounts, then reap orphaned processes."""
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        outer = os.readlink("/proc/self")  # still the outer /proc: the number that the owner knows us by
+        outer = os.readlink("/proc/self")  # still the outer /proc, so this is the PID that the owner knows
         kernel.allow_joining()
         socket.sethostname(f"h{host}")
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_SLAVE)
-        # Each is a nicety that a container may forbid; a host without it still works.
+        # A container may forbid each of these mounts; a host works without them.
         for source, target, kind, flags in (
             ("proc", "/proc", "proc", 0),
             ("tmpfs", "/dev/shm", "tmpfs", 0),
@@ -146,7 +146,7 @@ def host_init(host: int, hosts_file: str, writer: int) -> NoReturn:
 
 
 def reap() -> None:
-    """Collect orphans that ended."""
+    """Reap all child processes that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -177,20 +177,20 @@ def serve(control: socket.socket, owner: int, mode: str, hosts_file: str) -> Non
             answer = {"failed": error.strerror or str(error)}
 
 
-def forget(*paths: str) -> None:
-    """Remove the lab's files, which its owner may no longer be alive to do."""
+def remove_files(*paths: str) -> None:
+    """Remove the lab's files, because its owner may have been killed."""
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
 def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: str) -> None:
-    """Split into the process that the owner waits for and the init that holds the lab."""
+    """Create the namespaces and fork: the child serves the lab, this process waits for it."""
     os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     try:
         owner = os.pidfd_open(owner_pid)
-    except ProcessLookupError:  # killed while we were starting
-        return forget(hosts_file, *leftovers)
+    except ProcessLookupError:  # the owner was killed while the holder started
+        return remove_files(hosts_file, *leftovers)
     try:
         mode = isolate()
     except OSError as error:
@@ -208,7 +208,7 @@ def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: st
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             serve(control, owner, mode, hosts_file)
     finally:
-        forget(hosts_file, *leftovers)
+        remove_files(hosts_file, *leftovers)
         os._exit(0)
 
 

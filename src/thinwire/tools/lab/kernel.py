@@ -1,6 +1,6 @@
-"""The few system calls that Python 3.10 lacks.
+"""System calls for namespaces, mounts and network devices that Python 3.10 lacks.
 
-Standard library only: the processes inside the namespaces import this file on its own, without thinwire.
+Uses the standard library only: `holder.py` and `enter.py` import this file by its path, without thinwire.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 
 _SIOCETHTOOL = 0x8946
-# TCP segmentation, generic segmentation, generic receive, large receive as one flag word each.
+# Commands that set TCP segmentation, generic segmentation and generic receive offload.
 _ETHTOOL_OFFLOADS = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}
-# Features that have no word of their own are known by name: how many there are, their names, and to set them.
+# Other offloads are features with a name: commands that return their number and their names, and that set them.
 _ETHTOOL_COUNT, _ETHTOOL_NAMES, _ETHTOOL_SET = 0x37, 0x1B, 0x3B
 _FEATURES, _NAME_BYTES = 4, 32
-# Datagrams that their sender handed over together (UDP_SEGMENT) would cross the wire, and be lost, together.
+# With this offload, datagrams that are sent in one call (UDP_SEGMENT) would be forwarded and lost as one packet.
 _NAMED_OFFLOADS = ("tx-udp-segmentation",)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,43 +42,39 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move this process (for CLONE_NEWPID: its future children) into new namespaces."""
+    """Move this process into new namespaces; CLONE_NEWPID applies to its future children."""
     _call("unshare", flags)
 
 
 def setns(descriptor: int, kind: int) -> None:
-    """Move this process (for CLONE_NEWPID: its future children) into the namespace of a descriptor."""
+    """Move this process into an open namespace; CLONE_NEWPID applies to its future children."""
     _call("setns", descriptor, kind)
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0) -> None:
-    """Mount a file system, or change how an existing mount spreads."""
+    """Mount a file system, or change the propagation of an existing mount."""
     _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None)
 
 
 def die_with_parent(number: int) -> None:
-    """Ask the kernel for this signal when the parent ends, however it ends."""
+    """Let the kernel send this signal to this process when its parent ends."""
     _call("prctl", _PR_SET_PDEATHSIG, ctypes.c_ulong(number))
 
 
 def allow_joining() -> None:
-    """Let processes of the same user open this process's namespaces (a new user namespace forbids it)."""
+    """Let processes of the same user open this process's namespaces, which a new user namespace forbids."""
     _call("prctl", _PR_SET_DUMPABLE, ctypes.c_ulong(1))
 
 
 def map_ids(uid: int, gid: int, outer_uid: int, outer_gid: int) -> None:
-    """Give the user namespace that was just unshared its only user and group."""
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{uid} {outer_uid} 1"),
-        ("gid_map", f"{gid} {outer_gid} 1"),
-    ):
+    """Map one user and one group of the user namespace that was just created to an outer user and group."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {outer_uid} 1"), ("gid_map", f"{gid} {outer_gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
 def offloads_off(device: str) -> None:
-    """Turn segmentation offloads of a device off, so that its packets are the packets of the wire."""
+    """Turn the segmentation offloads of a device off, so that it handles packets of the size on a real wire."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for command in _ETHTOOL_OFFLOADS.values():
             _ethtool(control, device, struct.pack("II", command, 0))
@@ -90,12 +86,12 @@ def offloads_off(device: str) -> None:
         words = [0] * ((count + 31) // 32)
         for number in (names.index(name) for name in _NAMED_OFFLOADS if name in names):
             words[number // 32] |= 1 << number % 32
-        blocks = b"".join(struct.pack("II", word, 0) for word in words)  # which of them to change, and to what
+        blocks = b"".join(struct.pack("II", word, 0) for word in words)  # mask, value
         _ethtool(control, device, struct.pack("II", _ETHTOOL_SET, len(words)) + blocks)
 
 
 def _ethtool(control: socket.socket, device: str, value: bytes) -> bytes:
-    """Ask or tell a device's driver something; returns the same bytes with the answer in them."""
+    """Run an ethtool command on a device and return the buffer with the driver's answer."""
     buffer = ctypes.create_string_buffer(value, len(value))
     request = struct.pack("16sP", device.encode(), ctypes.addressof(buffer))
     fcntl.ioctl(control, _SIOCETHTOOL, request + bytes(40 - len(request)))

@@ -1,6 +1,6 @@
-"""The Lab: N emulated hosts, each with an address and a shaped link, joined by a switch.
+"""The Lab: emulated hosts on one Linux machine, each with its own address and shaped link, joined by a switch.
 
-A context manager; while it is open its links can be cut, slowed and made lossy, and its hosts killed.
+A lab is a context manager. While it runs, links can be cut, slowed down and made lossy, and hosts can be killed.
 """
 
 import json
@@ -12,8 +12,7 @@ from typing import Any
 
 from thinwire.errors import LabError
 from thinwire.tools.lab import shaping
-from thinwire.tools.lab.counters import Traffic, parse_counters
-from thinwire.tools.lab.launching import PIPED, Launch, RunResult
+from thinwire.tools.lab.launching import PIPED, HostTraffic, Launch, RunResult, parse_counters
 from thinwire.tools.lab.namespaces import SWITCH, Namespaces
 from thinwire.tools.lab.registry import RunFile
 from thinwire.tools.lab.units import Rates, parse_delay, parse_loss, parse_rates
@@ -26,9 +25,9 @@ class Lab:
     """Emulated hosts on this machine: `with Lab(4, rate="100mbit") as lab: lab.run(["python", "train.py"])`.
 
     Args:
-        hosts: how many hosts, 1 to 250.
-        rate: of every host's link in tc's notation: `100mbit`, or `20mbit/100mbit` up/down; None is unshaped.
-        loss: share of packets lost between any two hosts: `"1%"` or 0.01.
+        hosts: number of hosts, 1 to 250.
+        rate: rate of every host's link: `100mbit`, or `20mbit/100mbit` for up and down; None is unlimited.
+        loss: share of packets lost between any two hosts: `"1%"` or 0.01; needs nftables, or a kernel with netem.
         delay: one-way delay between any two hosts: `"5ms"` or seconds; needs a kernel with netem.
         host_rates: rates of single hosts that differ from `rate`.
     """
@@ -69,7 +68,7 @@ class Lab:
         self.close()
 
     def start(self) -> None:
-        """Build the network; the context manager does this."""
+        """Build the network and start the hosts; the context manager calls this."""
         if self._namespaces is not None:
             raise LabError("the lab is already running")
         self._run_file = RunFile({f"h{host}": self.address(host) for host in range(self.hosts)})
@@ -81,15 +80,15 @@ class Lab:
             raise
 
     def close(self) -> None:
-        """Kill every process of every host and remove the network; safe to call twice."""
+        """Kill every process of every host and remove the network; a second call does nothing."""
         if os.getpid() != self._owner:
-            return  # a forked child must not take its parent's lab down
+            return  # a forked child must not end its parent's lab
         if self._namespaces is not None:
             self._namespaces.close()
             self._namespaces = None
         if self._run_file is not None:
             self._run_file.remove()
-        for process in self._started:  # all dead by now: this only collects them
+        for process in self._started:  # all have ended by now, so this only reaps them
             process.wait()
         self._started.clear()
 
@@ -118,7 +117,7 @@ class Lab:
                 self._spaces.batch(host, ["tc", "-batch", "-"], up)
         except LabError as error:
             if self.delay and "unknown" in str(error):
-                raise LabError("a delay needs netem, which this kernel lacks; leave --delay out") from None
+                raise LabError("a delay needs netem, which this kernel does not have: leave the delay out") from None
             raise
 
     def _apply_losses(self) -> None:
@@ -131,12 +130,14 @@ class Lab:
                 self._shape(list(range(self.hosts)))
             except LabError:
                 self._netem_loss = False
-                raise LabError(f"loss needs nftables or netem, and this system offers neither ({no_nft})") from None
+                raise LabError(
+                    f"packet loss needs nftables, or a kernel with netem: install nftables ({no_nft})"
+                ) from None
 
     @property
     def _spaces(self) -> Namespaces:
         if self._namespaces is None:
-            raise LabError("the lab is not running; use it inside its 'with' block")
+            raise LabError("the lab is not running: use it inside its 'with' block")
         return self._namespaces
 
     @property
@@ -157,25 +158,25 @@ class Lab:
         return host
 
     def address(self, host: int) -> str:
-        """Return a host's IPv4 address, which exists inside the lab only."""
+        """Return a host's IPv4 address, which exists only inside the lab."""
         return shaping.address(self._checked(host))
 
     def cores(self, host: int) -> list[int]:
-        """Return the host's share of this machine's cores: as many as any other's, apart where possible."""
+        """Return the cores that a host may use: as many as every other host, and not shared where possible."""
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= self.hosts:
             share = len(cores) // self.hosts
             return cores[host * share : (host + 1) * share]
-        # One core each only where every core then has the same number of hosts; else the scheduler is fairer.
+        # Pinning is fair only if every core gets the same number of hosts; otherwise the scheduler shares the cores.
         return [cores[host % len(cores)]] if self.hosts % len(cores) == 0 else cores
 
-    def counters(self) -> list[Traffic]:
-        """Return what each host sent and received since the lab began, as the kernel counted it."""
+    def counters(self) -> list[HostTraffic]:
+        """Return the traffic of each host since the lab started, as the kernel counted it."""
         text = self._spaces.ask("read", where=SWITCH, path="/proc/net/dev")["text"]
         return parse_counters(text, self.hosts)
 
     def environment(self, host: int) -> dict[str, str]:
-        """Return the variables that every process of a host gets on top of its caller's environment."""
+        """Return the environment variables that every process of a host gets in addition to the caller's."""
         lab = {
             "name": self.name,
             "host": host,
@@ -185,21 +186,23 @@ class Lab:
             "delay": self.delay,
         }
         interface = {f"{user}_SOCKET_IFNAME": INTERFACE for user in ("GLOO", "TP", "NCCL")}
-        return {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "THINWIRE_LAB": json.dumps(lab),
-            **interface,
-        }
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "THINWIRE_LAB": json.dumps(lab), **interface}
 
     def popen(
         self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[Any]":
-        """Start a command on a host; `env` adds to the present environment, `options` go to subprocess.Popen.
+        """Start a command on a host and return its process.
 
-        Signals sent to it reach the command's process group; `kill(host)` reaches every process of the host.
+        Signals to the process reach the command's process group; `kill(host)` ends every process of the host.
+
+        Args:
+            host: number of the host.
+            argv: the command.
+            env: variables added to the present environment.
+            options: further arguments of subprocess.Popen.
         """
         argv = self._spaces.command(self._checked(host), self.cores(host), [str(word) for word in argv])
-        options.setdefault("start_new_session", True)  # Ctrl-C is the caller's to pass on
+        options.setdefault("start_new_session", True)  # the caller decides what Ctrl-C does
         variables = {**os.environ, **self.environment(host), **(env or {})}
         process = subprocess.Popen(argv, env=variables, **options)
         self._started = [one for one in self._started if one.returncode is None] + [process]
@@ -215,20 +218,20 @@ class Lab:
         output: Callable[[int, str], None] | None = None,
         grace: float = 5.0,
     ) -> RunResult:
-        """Run a command on all hosts at once, with the variables of torch.distributed, and wait for its end.
+        """Run a command on all hosts at the same time, with the variables that torchrun sets, and wait for its end.
 
         Args:
             argv: the command.
             env: variables added to the present environment.
             per_host: processes (ranks) on each host.
             timeout: seconds after which everything is stopped and the exit code is 124.
-            output: called with the host and each line it writes; None keeps the lines in the result only.
-            grace: seconds that the others are given after the first failure.
+            output: called with the host and each line of output; the result has the last 2000 lines in any case.
+            grace: seconds that the other processes get to end by themselves after the first failure.
         """
         if per_host < 1:
             raise ValueError(f"per_host is at least 1, not {per_host}")
         self._runs += 1
-        # A port of its own for every run: the last run's connections may still be closing.
+        # Every run has its own port, because connections of the previous run may still be closing.
         shared = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(29500 + self._runs % 1000)}
         launch = Launch(timeout=timeout, output=output, grace=grace)
         before = self.counters()
@@ -246,23 +249,23 @@ class Lab:
         return launch.result(traffic)
 
     def kill(self, host: int) -> None:
-        """Kill every process of a host at once, as a power failure would; new ones can be started then."""
+        """Kill every process of a host at once, as a power failure does; new ones can be started afterwards."""
         self._spaces.reboot(self._checked(host))
 
     def cut(self, host: int) -> None:
-        """Pull the host's cable: packets are lost, connections stay and wait."""
+        """Disconnect a host from the switch: its packets are lost, its connections stay open."""
         self._spaces.batch(SWITCH, ["ip", "-batch", "-"], [f"link set h{self._checked(host)} down"])
 
     def heal(self, host: int) -> None:
-        """Plug the host's cable in again."""
+        """Connect a host to the switch again."""
         self._spaces.batch(SWITCH, ["ip", "-batch", "-"], [f"link set h{self._checked(host)} up"])
 
     def set_rate(self, host: int, rate: str | int | Rates | None) -> None:
-        """Change the rate of a host's link, both directions or `UP/DOWN`; None removes the shaping."""
+        """Change the rate of a host's link: both directions, or `UP/DOWN`; None removes the limit."""
         self.rates[self._checked(host)] = parse_rates(rate)
         self._shape([host])
 
     def set_loss(self, host: int, loss: str | float | None) -> None:
-        """Change the loss of a host's link; a packet suffers the worse of the losses of its two links."""
+        """Change the loss of a host's link; a packet is dropped with the larger loss of its two links."""
         self._losses[self._checked(host)] = parse_loss(loss)
         self._apply_losses()

@@ -1,21 +1,18 @@
-"""One command on many hosts: start together, show every line with its host, end together.
+"""Runs one command on many hosts: collects its output by host, handles failures, and measures time and traffic.
 
-The first failure decides the exit code; the others get a grace period, then SIGTERM, then SIGKILL.
+The first failure decides the exit code. The other processes get a grace period, then SIGTERM, then SIGKILL.
 """
 
 import contextlib
 import os
-import resource
 import selectors
 import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
-
-from thinwire.tools.lab.counters import Traffic
 
 _KEPT_LINES = 2000
 _PATIENCE = 3.0  # seconds between SIGINT, SIGTERM and SIGKILL
@@ -24,20 +21,46 @@ PIPED = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subpr
 
 
 @dataclass(frozen=True)
+class HostTraffic:
+    """Bytes and packets that a host sent and received, with the 14-byte Ethernet headers.
+
+    Counted at the switch's end of the host's cable, behind the host's own shaper.
+    """
+
+    sent_bytes: int = 0
+    sent_packets: int = 0
+    received_bytes: int = 0
+    received_packets: int = 0
+
+    def __sub__(self, earlier: "HostTraffic") -> "HostTraffic":
+        return HostTraffic(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
+
+
+def parse_counters(text: str, hosts: int) -> list[HostTraffic]:
+    """Return each host's traffic from the switch's /proc/net/dev: what port h3 received is what host 3 sent."""
+    ports = {}
+    for line in text.splitlines()[2:]:
+        name, _, figures = line.partition(":")
+        ports[name.strip()] = [int(figure) for figure in figures.split()]
+    counted = [ports[f"h{host}"] for host in range(hosts)]
+    return [HostTraffic(port[0], port[1], port[8], port[9]) for port in counted]
+
+
+@dataclass(frozen=True)
 class HostResult:
-    """What one host's processes did: exit code (negative: the signal), seconds, and its link's traffic."""
+    """Result of one host: exit code (negative for a signal), seconds of time, traffic of its link, and output."""
 
     host: int
     code: int
     wall: float
     cpu: float
-    traffic: Traffic
+    traffic: HostTraffic
     lines: tuple[str, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did; `failure` is one sentence, or None."""
+    """Result of a run on all hosts; `failure` is one sentence, or None."""
 
     exit_code: int
     failure: str | None
@@ -77,7 +100,7 @@ class Launch:
         self._late: list[int] = []
 
     def add(self, host: int, process: "subprocess.Popen[Any]") -> None:
-        """Take over a process that was just started with the options PIPED."""
+        """Add a process that was just started with the options PIPED."""
         job = _Job(host, process, time.monotonic())
         self._jobs.append(job)
         self._lines.setdefault(host, deque(maxlen=_KEPT_LINES))
@@ -89,7 +112,7 @@ class Launch:
         self._selector.register(handle, selectors.EVENT_READ, (self._reap, job))
 
     def wait(self) -> None:
-        """Serve the processes until all have ended, stopping them after a failure, a timeout or Ctrl-C."""
+        """Wait until all processes have ended; stop them after a failure, a timeout or Ctrl-C."""
         end = None if self._timeout is None else self._began + self._timeout
         try:
             while self._running:
@@ -107,13 +130,13 @@ class Launch:
             raise
 
     def stop(self) -> None:
-        """End what still runs, gently first, and release everything."""
+        """Stop the processes that still run, first by SIGTERM and then by SIGKILL, and close their pipes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._running:
                 self._signal(number)
                 self._serve_until(time.monotonic() + _PATIENCE)
         for job in self._jobs:
-            self._read(None, job)  # what a process wrote just before it ended
+            self._read(None, job)  # output written just before the process ended
             self._emit(job, b"\n" if job.partial else b"")
             assert job.process.stdout is not None
             if not job.process.stdout.closed:
@@ -121,8 +144,8 @@ class Launch:
                     self._selector.unregister(job.process.stdout)
                 job.process.stdout.close()
 
-    def result(self, traffic: list[Traffic]) -> RunResult:
-        """Sum up, once all have ended."""
+    def result(self, traffic: list[HostTraffic]) -> RunResult:
+        """Return the results; call it after all processes have ended."""
         self._selector.close()
         hosts = []
         for host, lines in self._lines.items():
@@ -135,11 +158,11 @@ class Launch:
 
     @property
     def failed(self) -> int | None:
-        """The host that failed first."""
+        """The host that failed first, or None."""
         return self._failed.host if self._failed is not None else None
 
     def failure(self) -> str | None:
-        """One sentence about the first failure, once all have ended, or None."""
+        """Return one sentence about the first failure, or None; call it after all processes have ended."""
         return self._verdict()[1]
 
     def _verdict(self) -> tuple[int, str | None]:
@@ -191,7 +214,7 @@ class Launch:
         os.close(handle)
         _, status, usage = os.wait4(job.process.pid, 0)
         job.process.returncode = os.waitstatus_to_exitcode(status)
-        job.cpu = _seconds(usage)
+        job.cpu = usage.ru_utime + usage.ru_stime
         job.ended = time.monotonic()
         self._running -= 1
         if job.code != 0 and self._failed is None:
@@ -205,12 +228,8 @@ class Launch:
 
 
 def _signal_name(number: int) -> str:
-    """As in signal(7); of the real-time signals Python names only the first and the last."""
+    """Return a signal's name as in signal(7); Python names only the first and the last real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"
-
-
-def _seconds(usage: resource.struct_rusage) -> float:
-    return usage.ru_utime + usage.ru_stime

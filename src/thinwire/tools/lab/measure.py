@@ -1,9 +1,12 @@
-"""What the lab really does: goodput, loss, packet sizes and set-up times, measured from inside.
+"""Measures goodput, loss, packet sizes and set-up times of labs on this machine.
 
-`python -m thinwire.tools.lab.measure` prints the table of docs/lab.md; `--json FILE` writes the same figures.
+`python -m thinwire.tools.lab.measure` prints a table; `--json PATH` writes the same figures. The module also runs on
+the hosts of a lab, as the source or the sink of measured traffic.
 """
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -21,13 +24,16 @@ from thinwire.tools.lab.lab import Lab
 from thinwire.tools.lab.shaping import FRAME
 from thinwire.tools.lab.units import format_rate, parse_rate
 
-_BLAST = str(Path(__file__).parent / "blast.py")
-_PAYLOAD = 1448  # of a full frame, with TCP timestamps
+_PAYLOAD = 1448  # bytes of data in a full frame, with TCP timestamps
+_WARM_UP = 1.0  # seconds that a goodput leaves out, while TCP raises its rate
+_CHUNK = 1 << 20
+_DATAGRAM = 256
+_SILENCE = 2.0  # seconds without a datagram that end a count
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One measured figure beside the bar it must meet."""
+class LabFigure:
+    """One measured figure and the bar that it must meet."""
 
     what: str
     expected: float
@@ -37,51 +43,131 @@ class Figure:
     met: bool
 
 
-def _blast(lab: Lab, host: int, *role: object, **options: Any) -> "subprocess.Popen[Any]":
-    return lab.popen(host, [sys.executable, "-I", "-S", _BLAST, *map(str, role)], **options)
+def tcp_sink(port: int, seconds: float) -> dict[str, float]:
+    """Receive from one connection and return the goodput after the warm-up in bits per second."""
+    with socket.create_server(("0.0.0.0", port)) as server:
+        connection, _ = server.accept()
+    buffer = bytearray(_CHUNK)
+    began, marked, total, at_mark = time.monotonic(), 0.0, 0, 0
+    with connection:
+        while True:
+            count = connection.recv_into(buffer)
+            now = time.monotonic()
+            total += count
+            if not marked and now - began >= _WARM_UP:
+                marked, at_mark = now, total
+            if not count or now - began >= _WARM_UP + seconds:
+                return {"bits_per_second": 8 * (total - at_mark) / (now - marked), "bytes": total}
+
+
+def tcp_source(address: str, port: int) -> None:
+    """Send to a sink, which may not listen yet, until it closes the connection."""
+    buffer = bytes(_CHUNK)
+    with _connected(address, port) as connection, contextlib.suppress(ConnectionError):
+        while True:
+            connection.sendall(buffer)
+
+
+def _connected(address: str, port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=30)
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+
+
+def udp_sink(port: int) -> dict[str, float]:
+    """Print "ready", then count datagrams until none arrives any more; `overrun` counts those that did not fit."""
+    received = 0
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        sock.bind(("0.0.0.0", port))
+        print("ready", flush=True)
+        sock.settimeout(30)
+        buffer = bytearray(_DATAGRAM)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                sock.recv_into(buffer)
+                if received == 0:
+                    sock.settimeout(_SILENCE)
+                received += 1
+    with open("/proc/net/snmp") as file:
+        names, figures = (line.split() for line in file if line.startswith("Udp:"))
+    return {"received": received, "overrun": int(figures[names.index("RcvbufErrors")])}
+
+
+def udp_source(address: str, port: int, count: int, per_second: float) -> None:
+    """Send `count` datagrams at a constant rate."""
+    datagram = bytes(_DATAGRAM)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, port))
+        began = time.monotonic()
+        for number in range(count):
+            ahead = number / per_second - (time.monotonic() - began)
+            if ahead > 0.002:
+                time.sleep(ahead)
+            with contextlib.suppress(ConnectionRefusedError):
+                sock.send(datagram)
+
+
+_ROLES: dict[str, Callable[..., dict[str, float] | None]] = {
+    role.__name__: role for role in (tcp_sink, tcp_source, udp_sink, udp_source)
+}
+
+
+def play(role: str, arguments: str) -> None:
+    """Run one source or sink in this process; a sink prints its figures as a line of JSON."""
+    figures = _ROLES[role](*json.loads(arguments))
+    if figures is not None:
+        print(json.dumps(figures))
+
+
+def _start(lab: Lab, host: int, role: Callable[..., Any], *arguments: Any, **options: Any) -> "subprocess.Popen[Any]":
+    argv = [sys.executable, "-m", "thinwire.tools.lab.measure", role.__name__, json.dumps(arguments)]
+    return lab.popen(host, argv, **options)
 
 
 def _answer(process: "subprocess.Popen[Any]", timeout: float) -> dict[str, float]:
     text, _ = process.communicate(timeout=timeout)
     if process.returncode != 0:
-        raise LabError(f"a measuring process ended with code {process.returncode}")
+        raise LabError(f"a measuring process on a host ended with exit code {process.returncode}")
     answer: dict[str, float] = json.loads(text)
     return answer
 
 
 def goodput(lab: Lab, pairs: list[tuple[int, int]], *, seconds: float = 4.0) -> list[float]:
-    """Return TCP's goodput in bits per second from sender to receiver, for all pairs at once."""
+    """Return the TCP goodput in bits per second from sender to receiver, for all pairs at the same time."""
     sinks = []
     for number, (_, receiver) in enumerate(pairs):
-        sinks.append(_blast(lab, receiver, "tcp-sink", 5000 + number, seconds, stdout=subprocess.PIPE))
-    blasts = [
-        _blast(lab, sender, "tcp-blast", lab.address(receiver), 5000 + number)
+        sinks.append(_start(lab, receiver, tcp_sink, 5000 + number, seconds, stdout=subprocess.PIPE))
+    sources = [
+        _start(lab, sender, tcp_source, lab.address(receiver), 5000 + number)
         for number, (sender, receiver) in enumerate(pairs)
     ]
     figures = [_answer(sink, seconds + 60)["bits_per_second"] for sink in sinks]
-    for blast in blasts:
-        blast.wait(timeout=60)
+    for source in sources:
+        source.wait(timeout=60)
     return figures
 
 
 def loss(lab: Lab, sender: int, receiver: int, *, count: int = 60_000, per_second: float = 20_000) -> float:
     """Return the share of UDP datagrams that the network lost."""
-    sink = _blast(lab, receiver, "udp-sink", 6000, stdout=subprocess.PIPE)
+    sink = _start(lab, receiver, udp_sink, 6000, stdout=subprocess.PIPE)
     assert sink.stdout is not None
-    sink.stdout.readline()  # on a busy machine it may take its time to get ready
-    blast = _blast(lab, sender, "udp-blast", lab.address(receiver), 6000, count, per_second)
+    sink.stdout.readline()  # the sink must listen before the first datagram is sent
+    source = _start(lab, sender, udp_source, lab.address(receiver), 6000, count, per_second)
     answer = _answer(sink, count / per_second + 60)
-    blast.wait(timeout=60)
+    source.wait(timeout=60)
     return 1 - (answer["received"] + answer["overrun"]) / count
 
 
 def mean_packet(lab: Lab) -> float:
-    """Return the mean size of the busiest sender's packets: above one frame, they would be super-packets."""
+    """Return the mean packet size of the busiest sender, which is at most one frame if offloads are off."""
     busiest = max(lab.counters(), key=lambda traffic: traffic.sent_bytes)
     return busiest.sent_bytes / max(1, busiest.sent_packets)
 
 
-def _goodputs() -> Iterator[Figure]:
+def _goodputs() -> Iterator[LabFigure]:
     for rate, pairs, tolerance in (
         ("10mbit", [(0, 1), (1, 0)], 0.08),
         ("100mbit", [(0, 1), (1, 0)], 0.08),
@@ -98,20 +184,20 @@ def _goodputs() -> Iterator[Figure]:
         for (sender, receiver), figure in zip(pairs, measured, strict=True):
             what = f"TCP goodput h{sender} to h{receiver}, {format_rate(bits)}, {how}"
             met = abs(figure / expected - 1) <= tolerance
-            yield Figure(what, expected, figure, "Mbit/s", f"within {tolerance:.0%}", met)
-        what = f"bytes a packet at {format_rate(bits)}"
-        yield Figure(what, FRAME, packet, "bytes", f"at most {FRAME}", packet <= FRAME)
+            yield LabFigure(what, expected, figure, "Mbit/s", f"within {tolerance:.0%}", met)
+        what = f"bytes per packet at {format_rate(bits)}"
+        yield LabFigure(what, FRAME, packet, "bytes", f"at most {FRAME}", packet <= FRAME)
 
 
-def _losses() -> Iterator[Figure]:
+def _losses() -> Iterator[LabFigure]:
     for percent in (1, 5, 20):
         with Lab(2, rate="1gbit", loss=f"{percent}%") as lab:
             measured = 100 * loss(lab, 0, 1)
         met = abs(measured / percent - 1) <= 0.2
-        yield Figure(f"UDP loss, {percent}% asked", percent, measured, "%", "within 20%", met)
+        yield LabFigure(f"UDP loss, {percent}% requested", percent, measured, "%", "within 20%", met)
 
 
-def _lives() -> Iterator[Figure]:
+def _lifecycle() -> Iterator[LabFigure]:
     for hosts in (14, 64):
         began = time.monotonic()
         with Lab(hosts, rate="500mbit") as lab:
@@ -120,18 +206,18 @@ def _lives() -> Iterator[Figure]:
             began = time.monotonic()
         down = time.monotonic() - began
         bars = ("under 5 s", "under 3 s") if hosts == 14 else ("works", "works")
-        yield Figure(f"{hosts} hosts up", 0, up, "s", bars[0], ended == 0 and (hosts != 14 or up < 5))
-        yield Figure(f"{hosts} hosts down", 0, down, "s", bars[1], ended == 0 and (hosts != 14 or down < 3))
+        yield LabFigure(f"set-up of {hosts} hosts", 0, up, "s", bars[0], ended == 0 and (hosts != 14 or up < 5))
+        yield LabFigure(f"removal of {hosts} hosts", 0, down, "s", bars[1], ended == 0 and (hosts != 14 or down < 3))
 
 
-_PARTS: dict[str, Callable[[], Iterator[Figure]]] = {"goodput": _goodputs, "loss": _losses, "lives": _lives}
+_PARTS: dict[str, Callable[[], Iterator[LabFigure]]] = {"goodput": _goodputs, "loss": _losses, "lifecycle": _lifecycle}
 
 
 def main(
-    only: Annotated[str | None, typer.Option(help="One part: goodput, loss or lives.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
+    only: Annotated[str | None, typer.Option(help="One part: goodput, loss or lifecycle.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures as JSON.")] = None,
 ) -> None:
-    """Measure the lab on this machine; about a minute."""
+    """Measure labs on this machine, which takes about a minute."""
     if only is not None and only not in _PARTS:
         raise typer.BadParameter(f"the parts are {', '.join(_PARTS)}", param_hint="--only")
     console = Console()
@@ -153,4 +239,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] and sys.argv[1] in _ROLES:
+        play(*sys.argv[1:])
+    else:
+        typer.run(main)

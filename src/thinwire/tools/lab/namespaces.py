@@ -1,6 +1,6 @@
-"""The owner's side of a lab's holder: start it, ask it, let it go.
+"""The owner's side of a lab's holder process: starts it, sends requests to it, and ends it.
 
-Nothing is pinned by a name: the namespaces live as long as the holder, and the holder as long as its owner.
+Namespaces have no names in the file system. They exist as long as the holder, and the holder as long as its owner.
 """
 
 import contextlib
@@ -17,11 +17,7 @@ from thinwire.errors import LabError
 from thinwire.tools.lab.registry import RunFile
 
 _HERE = Path(__file__).parent
-_PYTHON = [
-    sys.executable,
-    "-I",
-    "-S",
-]  # without site and environment: starts in milliseconds, imports nothing foreign
+_PYTHON = [sys.executable, "-I", "-S"]  # without site packages and environment, so that it starts in milliseconds
 SWITCH = -1
 
 
@@ -53,7 +49,7 @@ class Namespaces:
         except LabError as error:
             self.close()
             raise LabError(
-                f"network namespaces are not allowed here ({error}); 'thinwire lab --check' says more"
+                f"this machine does not allow network namespaces ({error}): run 'thinwire lab --check' for details"
             ) from None
 
     def boot(self, hosts: int) -> None:
@@ -61,11 +57,11 @@ class Namespaces:
         self._inits = self.ask("boot", hosts=hosts)["inits"]
 
     def reboot(self, host: int) -> None:
-        """Kill all processes of a host; new ones can be started at once."""
+        """Kill all processes of a host; new ones can be started afterwards."""
         self._inits[host] = self.ask("reboot", host=host)["init"]
 
     def batch(self, where: int, argv: list[str], lines: list[str]) -> None:
-        """Run ip, tc, bridge or nft in a host (or the SWITCH), fed with lines; raise its complaint."""
+        """Run ip, tc, bridge or nft in a host or the SWITCH with lines as its input; raise LabError if it fails."""
         answer = self.ask("run", where=where, argv=argv, text="\n".join(lines) + "\n")
         if answer["code"] != 0:
             complaint = answer["errors"].splitlines()[0] if answer["errors"] else f"exit code {answer['code']}"
@@ -99,8 +95,8 @@ class Namespaces:
         return [*enter, ",".join(map(str, cores)), *argv]
 
     def close(self) -> None:
-        """Let everything go and wait until it is gone: all processes of all hosts are dead afterwards."""
-        with contextlib.suppress(OSError):  # not only closed: a forked child of the owner may hold a copy
+        """End the holder and wait for it; all processes of all hosts have ended afterwards."""
+        with contextlib.suppress(OSError):  # a forked child of the owner may keep a copy open
             self._control.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError, ValueError):
             self._stream.close()

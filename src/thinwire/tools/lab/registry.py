@@ -1,6 +1,6 @@
-"""The labs of this user on this machine: one small file each, so that a killed one can be found and cleaned.
+"""A record of this user's labs on this machine, so that `thinwire lab --clean` can remove killed ones.
 
-A process is known by its number and its start time, so that a number used again is not mistaken for it.
+Each lab has a small file. It identifies processes by PID and start time, because PIDs are used again.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from thinwire.errors import LabError
 
 
 def directory() -> Path:
-    """Return the directory of run files, made private to the user."""
+    """Return the directory of run files, which only this user may read."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if not base or not os.access(base, os.W_OK):
         base = tempfile.gettempdir()
@@ -30,7 +30,7 @@ def directory() -> Path:
 
 
 def started(pid: int) -> int | None:
-    """Return the start time of a living process in clock ticks, or None."""
+    """Return the start time of a running process in clock ticks, or None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -50,18 +50,18 @@ class RunFile:
         self.path = directory() / f"{self.name}.json"
         self.hosts_path = directory() / f"{self.name}.hosts"
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
-        # torch asks for the name behind a mapped address; under the plain name it would be a second address.
+        # torch looks up the name of the IPv4-mapped address; with the plain name the host would have two addresses.
         lines += [f"::ffff:{address} {name}-mapped" for name, address in addresses.items()]
         self.hosts_path.write_text("\n".join(lines) + "\n")
 
     def write(self, holder: int) -> None:
-        """Record who owns the lab and who holds it."""
+        """Record the processes that own and hold the lab."""
         owner = os.getpid()
         entry = {"owner": [owner, started(owner)], "holder": [holder, started(holder)], "space": _space()}
         self.path.write_text(json.dumps(entry))
 
     def remove(self) -> None:
-        """Forget the lab."""
+        """Remove the lab's files."""
         self.path.unlink(missing_ok=True)
         self.hosts_path.unlink(missing_ok=True)
 
@@ -71,14 +71,14 @@ def _entries() -> Iterator[tuple[Path, dict[str, Any]]]:
         entry: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             entry = json.loads(path.with_suffix(".json").read_text())
-        if not entry:  # killed before it could write its run file: the name still says who it was
+        if not entry:  # killed before it wrote its run file: the file name still has the PID
             pid = int(path.name[2:].partition("-")[0])
             try:
                 age = time.time() - path.stat().st_mtime
-            except FileNotFoundError:  # that lab has closed meanwhile
+            except FileNotFoundError:  # the lab has closed in the meantime
                 continue
             entry = {"owner": [pid, started(pid) if age < 60 else None]}
-        if entry.get("space", _space()) == _space():  # elsewhere, process numbers mean other processes
+        if entry.get("space", _space()) == _space():  # PIDs of another PID namespace mean other processes
             yield path, entry
 
 
@@ -87,7 +87,7 @@ def _alive(process: list[int] | None) -> bool:
 
 
 def clean() -> list[str]:
-    """Remove the labs whose owner is dead; return their names."""
+    """Remove the labs whose owner has ended and return their names."""
     removed = []
     for path, entry in _entries():
         if _alive(entry.get("owner")):
@@ -103,5 +103,5 @@ def clean() -> list[str]:
 
 
 def living() -> list[str]:
-    """Return the names of labs whose owner is alive."""
+    """Return the names of labs whose owner still runs."""
     return [path.stem for path, entry in _entries() if _alive(entry.get("owner"))]

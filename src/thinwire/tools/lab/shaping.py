@@ -1,38 +1,38 @@
-"""What tc and nft are told: a token bucket per direction, one random number per packet for loss.
+"""The input of ip, tc, bridge and nft that builds a lab's network, as text; `Lab` runs the commands.
 
-Pure text in, text out; who runs it, and where, is decided elsewhere.
+A token bucket in each direction limits the rate. One random number per packet decides about loss.
 """
 
 from collections.abc import Mapping
 
-# A full frame without its checksum, as the kernel counts it: 1500 bytes of packet and 14 of Ethernet header.
+# Bytes of a full Ethernet frame as the kernel counts them, without the checksum: a packet of 1500 and a header of 14.
 FRAME = 1514
-# A queue of 50 ms lets many senders meet at one receiver; a slow link still needs room for some packets.
+# A queue of 50 ms absorbs bursts of many senders to one receiver; a slow link still needs room for some packets.
 _QUEUE_SECONDS = 0.05
 _QUEUE_FRAMES = 100
-# TCP packets that may enter the host's own shaper as one bundle, to be split before they leave the host.
-# One at a time, two shared cores carried 265 Mbit/s where eight carried 935.
+# TCP packets that enter the host's shaper as one bundle and are split before they leave the host. On two shared
+# cores, a bundle of 8 carried 935 Mbit/s, single packets 265.
 _BUNDLE = 8
 # Smaller buckets lose tokens whenever a timer is late; larger ones let short messages pass unshaped. A bundle must fit
-# in any: one that waits when the link becomes slower would never find enough tokens, and hold up all behind it.
+# into every bucket: if the link becomes slower, a waiting bundle that is larger would block the queue forever.
 _BURST_SECONDS = 0.001
 _BURST_FRAMES = _BUNDLE + 1
-# Parts in a million: the finest loss that can be asked for.
+# Loss is drawn in parts per million.
 _DICE = 1_000_000
 
 
 def bucket(rate: int) -> str:
-    """Return the tbf arguments for a rate in bits per second."""
+    """Return the arguments of tc's token bucket filter (tbf) for a rate in bits per second."""
     burst = max(_BURST_FRAMES * FRAME, round(rate / 8 * _BURST_SECONDS))
     queue = max(_QUEUE_FRAMES * FRAME, round(rate / 8 * _QUEUE_SECONDS))
     return f"tbf rate {rate}bit burst {burst} limit {queue + burst}"
 
 
 def queue_lines(device: str, rate: int | None, *, delay: float = 0.0, loss: float = 0.0) -> list[str]:
-    """Return the tc batch lines that shape what leaves a device; delay and loss here are netem's."""
+    """Return the tc batch lines that shape what leaves a device; netem does the delay and the loss, if any."""
     if not delay and not loss:
         return [f"qdisc replace dev {device} root {f'handle 1: {bucket(rate)}' if rate else 'handle 2: noqueue'}"]
-    # Packets waiting out the delay must fit, or netem drops what it should only hold.
+    # The queue must hold all delayed packets, or netem drops them.
     waiting = 1000 + round((rate or 10**10) / 8 / FRAME * delay)
     how = f"netem limit {waiting}"
     how += f" delay {round(delay * 1e6)}us" if delay else ""
@@ -43,9 +43,9 @@ def queue_lines(device: str, rate: int | None, *, delay: float = 0.0, loss: floa
 
 
 def loss_rules(losses: Mapping[int, float]) -> str:
-    """Return the nftables ruleset of the switch: a packet suffers the worse of the losses of its two links.
+    """Return the nftables rules of the switch, which drop packets with the larger loss of their two links.
 
-    One random number decides at both ends, so that the same loss on all hosts is the loss between any two.
+    Both links compare the same random number. So if all hosts have the same loss, it is the loss between any two.
     """
     lossy = {host: round(loss * _DICE) for host, loss in losses.items() if loss > 0}
     start = "table bridge thinwire\ndelete table bridge thinwire\n"
@@ -68,7 +68,7 @@ def switch_lines(peers: Mapping[int, str]) -> list[str]:
     """Return the ip batch lines that build the switch and one cable to each host's namespace."""
     lines = ["link add switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0", "link set switch up"]
     for host, path in peers.items():
-        # TCP builds super-packets even where a device has no offloads, unless their size is limited.
+        # TCP builds packets of many segments even where a device has no offloads, unless their size is limited.
         lines += [
             f"link add h{host} gso_max_segs 1 type veth peer name eth0 gso_max_segs {_BUNDLE}"
             f" address {hardware(host)} netns {path}",
@@ -78,7 +78,7 @@ def switch_lines(peers: Mapping[int, str]) -> list[str]:
 
 
 def forwarding_lines(hosts: int) -> list[str]:
-    """Return the bridge batch lines that tell the switch where each host is, so that nothing is flooded."""
+    """Return the bridge batch lines that give the switch every host's port, so that it floods no packets."""
     lines = []
     for host in range(hosts):
         lines += [
@@ -89,7 +89,7 @@ def forwarding_lines(hosts: int) -> list[str]:
 
 
 def host_lines(host: int, hosts: int) -> list[str]:
-    """Return the ip batch lines inside a host: its address, and its neighbours' so that nobody asks."""
+    """Return the ip batch lines of a host: its address, and those of its neighbours, so that no ARP is needed."""
     lines = ["link set lo up", f"address add {address(host)}/24 dev eth0", "link set eth0 up"]
     return lines + [
         f"neigh replace {address(other)} lladdr {hardware(other)} dev eth0 nud permanent"
@@ -99,7 +99,7 @@ def host_lines(host: int, hosts: int) -> list[str]:
 
 
 def address(host: int) -> str:
-    """Return a host's address, which exists inside the lab only."""
+    """Return a host's IPv4 address, which exists only inside the lab."""
     return f"10.77.0.{host + 1}"
 
 
@@ -109,10 +109,10 @@ def hardware(host: int) -> str:
 
 
 def settings() -> dict[str, str]:
-    """Return kernel settings of a namespace: no IPv6 chatter, no memory of how old connections fared.
+    """Return the kernel settings of a namespace by path.
 
-    Where the kernel can show bridged packets to the IP firewall it does so by default, even if there are no rules;
-    the switch's packets need not pay for it.
+    They turn off IPv6, TCP's saved metrics of earlier connections, and the pass of bridged packets through the IP
+    firewall, which costs time even without rules.
     """
     return {
         "/proc/sys/net/bridge/bridge-nf-call-iptables": "0",

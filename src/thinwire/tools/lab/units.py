@@ -1,4 +1,4 @@
-"""Rates, losses and delays as people write them: tc's notation in, numbers out."""
+"""Parsing of rates, losses and delays in the notation of tc, such as 100mbit, 1% and 5ms."""
 
 import math
 import re
@@ -15,7 +15,7 @@ _FASTEST = 10**12
 
 @dataclass(frozen=True)
 class Rates:
-    """Bits per second of a host's link, up (out of the host) and down (into it); None is unshaped."""
+    """Rates of a host's link in bits per second, up (out of the host) and down (into it); None is unlimited."""
 
     up: int | None = None
     down: int | None = None
@@ -27,23 +27,25 @@ class Rates:
 
 
 def parse_rate(text: str | int | None) -> int | None:
-    """Turn `100mbit` (also kbit, gbit, mibit, or bare bits) into bits per second."""
+    """Turn `100mbit` (also kbit, gbit, mibit), or a number of bits, into bits per second; `none` is unlimited."""
     if text is None or text == "none":
         return None
     match = _RATE.fullmatch(str(text).strip().lower())
     if not match:
-        raise ValueError(f"the rate '{text}' is not understood; write it as tc does: 10mbit, 1gbit, 500kbit, none")
+        raise ValueError(f"the rate '{text}' is not understood; write a number and a unit, such as 10mbit, or none")
     number, prefix, unit = match.groups()
-    if unit == "bps":  # to tc it is bytes, to most people bits
-        raise ValueError(f"the rate '{text}' may mean bits or bytes; write bits: {number}{prefix or ''}bit")
+    if unit is None and isinstance(text, str):
+        raise ValueError(f"the rate '{text}' has no unit: {text} of what? Write {number}mbit, for example")
+    if unit == "bps":  # tc reads it as bytes, most people as bits
+        raise ValueError(f"the rate '{text}' may mean bits or bytes per second; write bits: {number}{prefix or ''}bit")
     bits = float(number) * _PREFIXES[prefix or ""]
     if not _SLOWEST <= bits <= _FASTEST:
-        raise ValueError(f"the rate '{text}' is out of range; the lab shapes 8kbit to 1tbit")
+        raise ValueError(f"the rate '{text}' is out of range; a rate is from 8kbit to 1tbit")
     return round(bits)
 
 
 def parse_rates(text: "str | int | Rates | None") -> Rates:
-    """Turn `100mbit`, or `20mbit/100mbit` for up/down, into both directions of a link."""
+    """Turn `100mbit`, or `20mbit/100mbit` for up and down, into the rates of both directions of a link."""
     if isinstance(text, Rates):
         return text
     if isinstance(text, str) and "/" in text:
@@ -57,7 +59,7 @@ def parse_rates(text: "str | int | Rates | None") -> Rates:
 
 
 def format_rate(rate: int | None) -> str:
-    """Write a rate in tc's notation, in the largest unit that keeps it whole."""
+    """Return a rate in the notation of tc, in the largest unit that gives a whole number."""
     if rate is None:
         return "none"
     for prefix in "tgmk":
@@ -67,7 +69,7 @@ def format_rate(rate: int | None) -> str:
 
 
 def parse_loss(loss: str | float | None) -> float:
-    """Turn `1%`, or the fraction 0.01 as a number, into a fraction."""
+    """Turn `1%`, or the number 0.01, into a fraction."""
     if loss is None:
         return 0.0
     try:
@@ -80,7 +82,7 @@ def parse_loss(loss: str | float | None) -> float:
 
 
 def parse_delay(delay: str | float | None, what: str = "the delay") -> float:
-    """Turn `5ms` (also us, s), or seconds as a number, into seconds."""
+    """Turn `5ms` (also us and s), or a number of seconds, into seconds."""
     if delay is None:
         return 0.0
     if isinstance(delay, str):

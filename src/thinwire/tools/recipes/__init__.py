@@ -1,10 +1,12 @@
-"""Recipes: a model, its data, its metric and good defaults under one name.
+"""Recipes: training tasks by name, each with its model, data, metric and default settings.
 
-This module loads no torch, so that commands can list the names at once.
+This module does not import torch, so that commands can list the names at once.
 """
 
 import sys
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from thinwire.errors import RecipeError
@@ -13,13 +15,13 @@ if TYPE_CHECKING:
     from thinwire.tools.recipes.recipe import Recipe
 
 
-# Where each recipe is made: the function is called without arguments and returns a Recipe.
+# The functions that return the recipes; they take no arguments.
 _BUILT_IN = {
     "digits": "thinwire.tools.recipes.digits:digits",
-    "mnist": "thinwire.tools.recipes.mnist:mnist",
-    "mnist-conv": "thinwire.tools.recipes.mnist:mnist_conv",
-    "fashion-mnist": "thinwire.tools.recipes.mnist:fashion_mnist",
-    "fashion-mnist-conv": "thinwire.tools.recipes.mnist:fashion_mnist_conv",
+    "mnist": "thinwire.tools.recipes.digits:mnist",
+    "mnist-conv": "thinwire.tools.recipes.digits:mnist_conv",
+    "fashion-mnist": "thinwire.tools.recipes.digits:fashion_mnist",
+    "fashion-mnist-conv": "thinwire.tools.recipes.digits:fashion_mnist_conv",
     "cifar10": "thinwire.tools.recipes.cifar10:cifar10",
     "translate": "thinwire.tools.recipes.translate:translate",
     "translate-layernorm": "thinwire.tools.recipes.translate:translate_layernorm",
@@ -28,34 +30,51 @@ _BUILT_IN = {
 
 
 def recipe_names() -> list[str]:
-    """The names of the recipes that come with thinwire, simplest first."""
+    """Return the names of the recipes that come with thinwire, simplest first."""
     return list(_BUILT_IN)
 
 
 def get_recipe(name: str) -> "Recipe":
-    """Return the recipe of that name, or call `module:function` for a user's own."""
+    """Return a recipe by its name, or the result of `module:function` or `folder/file.py:function`."""
     from thinwire.tools.recipes.recipe import Recipe
 
-    where = _BUILT_IN.get(name, name)
-    module_name, colon, function_name = where.partition(":")
-    if not (colon and module_name and function_name):
+    where, colon, function_name = _BUILT_IN.get(name, name).rpartition(":")
+    if not (colon and where and function_name):
         known = ", ".join(_BUILT_IN)
-        raise RecipeError(f"unknown recipe {name!r}: give one of {known}, or module:function for your own.")
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if "" not in sys.path:  # an installed command, unlike python -m, does not look in the current folder
-            sys.path.insert(0, "")
-            return get_recipe(name)
-        raise RecipeError(f"recipe {name!r}: cannot import {error.name!r}; is it on PYTHONPATH?") from error
+        raise RecipeError(
+            f"unknown recipe {name!r}: give one of {known}, or module:function or file.py:function for your own."
+        )
+    module = _import_file(name, Path(where)) if where.endswith(".py") else _import_module(name, where)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise RecipeError(f"recipe {name!r}: module {module_name!r} has no function {function_name!r}.")
+        kind = "file" if where.endswith(".py") else "module"
+        raise RecipeError(f"recipe {name!r}: the {kind} {where!r} has no function {function_name!r}.")
     recipe = function()
     if not isinstance(recipe, Recipe):
         kind = type(recipe).__name__
-        raise RecipeError(f"recipe {name!r}: {function_name}() returned {kind}, a Recipe is needed.")
+        raise RecipeError(f"recipe {name!r}: {function_name}() returned {kind}, but it must return a Recipe.")
     return recipe
+
+
+def _import_module(name: str, module_name: str) -> ModuleType:
+    if "" not in sys.path:  # an installed command, unlike python -m, does not search the current folder
+        sys.path.append("")
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise RecipeError(f"recipe {name!r}: cannot import {error.name!r}; is it on PYTHONPATH?") from error
+
+
+def _import_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RecipeError(f"recipe {name!r}: there is no file {str(path)!r}.")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # the file may import its neighbours
+        sys.path.insert(0, folder)
+    module = _import_module(name, path.stem)
+    if module.__file__ is None or Path(module.__file__).resolve() != path.resolve():
+        raise RecipeError(f"recipe {name!r}: another module is named {path.stem!r}, so rename the file.")
+    return module
 
 
 __all__ = ["get_recipe", "recipe_names"]

@@ -1,18 +1,16 @@
-"""cifar10: the exact set-up of SparsifyGradients: its cuda-convnet, batch 8 per worker, no augmentation.
+"""The recipe cifar10: the set-up of SparsifyGradients, with its cuda-convnet and a batch of 8 per worker.
 
-Pixels enter as (x - 128) / 255; training is plain SGD without momentum.
+There is no augmentation. Pixels are scaled as (x - 128) / 255; the optimizer is SGD without momentum.
 """
 
 import gzip
-import os
 import shutil
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -28,6 +26,7 @@ from thinwire.tools.recipes.files import (
     fetch,
     find_file,
     map_cifar_batch,
+    write_file,
 )
 from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Splits
 
@@ -37,13 +36,13 @@ TEST_FILE = "test_batch.bin"
 ARCHIVE = Asset(
     "cifar-10-binary.tar.gz",
     ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
-    "md5:c32a1d4ab5d03f1284b67883e8d87530",  # the sum that the publisher gives
+    "md5:c32a1d4ab5d03f1284b67883e8d87530",  # the checksum on the publisher's page
 )
 
 
 @dataclass(frozen=True)
 class MappedImages:
-    """Records of mapped batch files; the system keeps one copy for all workers of a machine."""
+    """Images in memory-mapped batch files, of which all workers of a machine share one copy."""
 
     files: tuple[Bytes, ...]
 
@@ -51,7 +50,7 @@ class MappedImages:
         return CIFAR_IMAGES * len(self.files)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Images as (x - 128) / 255 and their labels."""
+        """Return images as (x - 128) / 255, and their labels."""
         places = (divmod(int(index), CIFAR_IMAGES) for index in indices)
         records = torch.from_numpy(np.stack([self.files[file][record] for file, record in places]))
         images = records[:, 1:].reshape(-1, 3, 32, 32).float()
@@ -59,7 +58,7 @@ class MappedImages:
 
 
 def unpack(archive: Path) -> None:
-    """Take the six batch files out of the archive, next to it; each appears by one rename."""
+    """Unpack the six batch files next to the archive; each is complete when it appears."""
     target = archive.parent / FOLDER
     try:
         target.mkdir(exist_ok=True)
@@ -68,27 +67,15 @@ def unpack(archive: Path) -> None:
                 member = tar.extractfile(f"{FOLDER}/{name}")
                 if member is None:
                     raise KeyError(name)
-                _place(member, target / name)
+                write_file(target / name, partial(shutil.copyfileobj, member))
     except (tarfile.TarError, KeyError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecipeError(f"{archive} is corrupt ({error}): delete it and run again.") from error
     except OSError as error:
         raise cannot_write(target, error) from error
 
 
-def _place(contents: IO[bytes], path: Path) -> None:
-    part = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as out:
-            part = Path(out.name)
-            shutil.copyfileobj(contents, out)
-        os.replace(part, path)
-    finally:
-        if part is not None:
-            part.unlink(missing_ok=True)
-
-
 def load(data_dir: Path | None) -> Splits:
-    """Map the six binary batches of a folder, or download the archive to the cache and unpack it."""
+    """Map the six binary batch files of a folder, or of the cache, after downloading them if needed."""
     if data_dir is None:
         data_dir = cache_dir("cifar10")
         if not all((data_dir / FOLDER / name).exists() for name in (*TRAIN_FILES, TEST_FILE)):
@@ -98,13 +85,12 @@ def load(data_dir: Path | None) -> Splits:
         return map_cifar_batch(find_file(data_dir, name, subfolders=(FOLDER, f"cifar10/{FOLDER}"), zipped=False))
 
     return Splits(
-        train=MappedImages(tuple(mapped(name) for name in TRAIN_FILES)),
-        test=MappedImages((mapped(TEST_FILE),)),
+        train=MappedImages(tuple(mapped(name) for name in TRAIN_FILES)), test=MappedImages((mapped(TEST_FILE),))
     )
 
 
 def cifar10() -> Recipe:
-    """The recipe."""
+    """Return the recipe `cifar10`."""
     return Recipe(
         "cifar10",
         description="CIFAR-10 on the exact convnet of SparsifyGradients.",

@@ -1,27 +1,37 @@
-"""The command `thinwire recipes`."""
+"""The command `thinwire recipes`, which lists the recipes."""
 
+import json
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 
 def recipes(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON, for machines.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Write the list as JSON; - is stdout.")
+    ] = None,
 ) -> None:
-    """List the recipes: what `train` and `race` can train by name."""
+    """List the recipes that `train` and `race` can train by name."""
     from thinwire.tools.recipes import get_recipe, recipe_names
 
     rows = [describe(get_recipe(name)) for name in recipe_names()]
-    if as_json:
-        import json
-
-        typer.echo(json.dumps({"recipes": rows}, indent=2))
-    else:
+    if json_file is None:
         _show(rows)
+        return
+    text = json.dumps({"recipes": rows}, indent=1) + "\n"
+    if json_file == Path("-"):
+        sys.stdout.write(text)
+        return
+    try:
+        json_file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {json_file} ({error.strerror}): choose another place") from error
 
 
 def describe(recipe: Any) -> dict[str, Any]:
-    """A recipe as plain data."""
+    """Return a recipe as plain data."""
     from dataclasses import asdict
 
     return {
@@ -41,10 +51,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("recipe", style="bold", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("what, and on which data")
-    table.add_column("metric, target", no_wrap=True)
-    table.add_column("batch", justify="right")
-    table.add_column("rate", justify="right")
+    table.add_column("description and data")
+    table.add_column("target and defaults", no_wrap=True)
     for row in rows:
         defaults = row["defaults"]
         target = f"{100 * defaults['target']:g} %" if row["metric"] == "accuracy" else f"{defaults['target']:g}"
@@ -52,10 +60,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
             row["name"],
             f"{row['parameters']:,}",
             f"{row['description']}\n[dim]{row['data']}[/dim]",
-            f"{row['metric']} {target}",
-            str(defaults["batch"]),
-            f"{defaults['lr']:g}",
+            f"{row['metric']} {target}\nbatch {defaults['batch']}, lr {defaults['lr']:g}",
         )
     console = Console()
     console.print(table)
-    console.print("Your own: any function that returns a Recipe, as module:function (docs/recipes.md).")
+    console.print("Your own recipe is any function that returns a Recipe: module:function or file.py:function.")

@@ -1,9 +1,11 @@
-"""digits: the 1,797 handwritten digits that come with scikit-learn, on a convnet of 1.76 million parameters.
+"""The recipes digits, mnist and fashion-mnist: small grey images of ten classes.
 
-No download, and little computing per step: one machine can emulate several hosts, so a race starts here.
+`digits` needs no download and little computing per step, so that one machine can emulate several hosts. `mnist` and
+`fashion-mnist` train the fully connected network of Aji and Heafield, or a small convolutional one.
 """
 
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import RecipeError
-from thinwire.tools.recipes.convnet import cuda_convnet
+from thinwire.tools.recipes.convnet import cuda_convnet, he_initialise
+from thinwire.tools.recipes.files import Asset, cache_dir, fetch, find_file, read_idx_images
 from thinwire.tools.recipes.recipe import Defaults, Recipe, Splits, TensorSplit
 
-TRAIN = 1297  # the other 500 test: with fewer, one image would weigh too much in a comparison
+TRAIN = 1297  # the other 500 are for testing: with fewer, one image would change the accuracy too much
 
 
 def read_digits() -> tuple[Tensor, Tensor]:
-    """Pixels from 0 to 16 and labels, from the file that scikit-learn brings.
+    """Return pixels from 0 to 16 and labels from the file that comes with scikit-learn.
 
-    Importing all of scikit-learn for that takes seconds, and every worker would.
+    The file is read without importing scikit-learn, which would take seconds in every worker.
     """
     found = find_spec("sklearn")
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz" if found and found.origin else None
@@ -28,19 +31,19 @@ def read_digits() -> tuple[Tensor, Tensor]:
         table = np.loadtxt(file, delimiter=",")
         pixels, labels = table[:, :-1], table[:, -1]
     else:
-        from sklearn.datasets import load_digits
+        from sklearn import datasets
 
-        pixels, labels = load_digits(return_X_y=True)
+        pixels, labels = datasets.load_digits(return_X_y=True)
     return torch.tensor(pixels, dtype=torch.float32), torch.tensor(labels, dtype=torch.int64)
 
 
-def load(data_dir: Path | None) -> Splits:
-    """Read the digits from the installed scikit-learn; there is nothing to read from a folder."""
+def load_digits(data_dir: Path | None) -> Splits:
+    """Read the digits from the installed scikit-learn; a data folder must exist but is not used."""
     if data_dir is not None and not data_dir.is_dir():
-        raise RecipeError(f"the data folder {data_dir} does not exist: leave out --data, the digits need none.")
+        raise RecipeError(f"the data folder {data_dir} does not exist: leave out --data, which the digits do not need.")
     pixels, labels = read_digits()
     images = pixels.view(-1, 1, 8, 8)
-    # The writers follow one another in the file: a fixed shuffle puts all of them into both splits.
+    # The file is sorted by writer; a fixed shuffle puts every writer into both splits.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images = nn.functional.interpolate(images, size=16, mode="bilinear", align_corners=False)
     images = images.expand(-1, 3, -1, -1)[order].contiguous()
@@ -52,12 +55,129 @@ def load(data_dir: Path | None) -> Splits:
 
 
 def digits() -> Recipe:
-    """The recipe; with stride 1 in its second pooling, 16 x 16 images meet the layers made for 32 x 32."""
+    """Return the recipe `digits`; with stride 1 in the second pooling the network takes images of 16 x 16."""
     return Recipe(
         "digits",
         description="Small handwritten digits on the convnet of SparsifyGradients.",
         data="1,297 + 500 images that come with scikit-learn",
         model=lambda: cuda_convnet(strides=(2, 1)),
-        load=load,
+        load=load_digits,
         defaults=Defaults(batch=16, lr=0.02, momentum=0.5, epochs=20, target=0.97),
     )
+
+
+# SHA-256 of the unpacked contents of the original files.
+_SUMS = {
+    "mnist": {
+        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    },
+    "fashion-mnist": {
+        "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    },
+}
+_MIRRORS = {
+    "mnist": ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+    "fashion-mnist": ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+}
+
+
+def assets(dataset: str) -> dict[str, Asset]:
+    """Return the four published files of a dataset by their names without .gz."""
+    return {
+        name: Asset(f"{name}.gz", tuple(f"{base}{name}.gz" for base in _MIRRORS[dataset]), f"sha256:{digest}")
+        for name, digest in _SUMS[dataset].items()
+    }
+
+
+def scaled(pixels: Tensor) -> Tensor:
+    """Scale bytes to a mean of about 0 and a standard deviation of about 1."""
+    return (pixels.float() - 33.0) / 78.0
+
+
+def load_mnist(dataset: str, data_dir: Path | None) -> Splits:
+    """Read the four IDX files from a folder, or download them to the cache."""
+    files = assets(dataset)
+
+    def locate(name: str) -> Path:
+        if data_dir is None:
+            return fetch(files[name], cache_dir(dataset))
+        return find_file(data_dir, name, subfolders=(dataset,))
+
+    def split(part: str) -> TensorSplit:
+        pixels, labels = read_idx_images(locate(f"{part}-images-idx3-ubyte"), locate(f"{part}-labels-idx1-ubyte"))
+        images = torch.tensor(pixels).unsqueeze(1)
+        return TensorSplit(images, torch.tensor(labels).long(), scaled)
+
+    return Splits(train=split("train"), test=split("t10k"))
+
+
+def fully_connected() -> nn.Sequential:
+    """Return the network 784-4096-2048-1024-10 with ReLU, which has 13.7 million parameters."""
+    sizes = (784, 4096, 2048, 1024)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
+    he_initialise(model)
+    return model
+
+
+def small_conv() -> nn.Sequential:
+    """Return a network of two convolutions and two fully connected layers with 0.4 million parameters."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 7 * 7, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
+    he_initialise(model)
+    return model
+
+
+def _recipe(name: str, pictures: str, data: str, *, convolutional: bool, epochs: int, target: float) -> Recipe:
+    dataset = name.removesuffix("-conv")
+    network = "a small convolutional network" if convolutional else "the fully connected network of Aji and Heafield"
+    return Recipe(
+        name,
+        description=f"{pictures} on {network}.",
+        data=data,
+        model=small_conv if convolutional else fully_connected,
+        load=lambda data_dir: load_mnist(dataset, data_dir),
+        defaults=Defaults(batch=16 if convolutional else 32, lr=0.05, momentum=0.0, epochs=epochs, target=target),
+    )
+
+
+_MNIST = ("Handwritten digits", "MNIST, 60,000 + 10,000 images, 11 MB")
+_FASHION = ("Pictures of clothing", "Fashion-MNIST, 60,000 + 10,000 images, 30 MB")
+
+
+def mnist() -> Recipe:
+    """Return the recipe `mnist`: handwritten digits on the fully connected network."""
+    return _recipe("mnist", *_MNIST, convolutional=False, epochs=5, target=0.98)
+
+
+def mnist_conv() -> Recipe:
+    """Return the recipe `mnist-conv`: handwritten digits on the convolutional network."""
+    return _recipe("mnist-conv", *_MNIST, convolutional=True, epochs=5, target=0.985)
+
+
+def fashion_mnist() -> Recipe:
+    """Return the recipe `fashion-mnist`: pictures of clothing on the fully connected network."""
+    return _recipe("fashion-mnist", *_FASHION, convolutional=False, epochs=10, target=0.88)
+
+
+def fashion_mnist_conv() -> Recipe:
+    """Return the recipe `fashion-mnist-conv`: pictures of clothing on the convolutional network."""
+    return _recipe("fashion-mnist-conv", *_FASHION, convolutional=True, epochs=10, target=0.88)

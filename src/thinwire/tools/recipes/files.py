@@ -1,6 +1,6 @@
-"""Read the standard files: IDX (MNIST), CIFAR-10's binary batches, and lines of text, gzipped or not.
+"""Downloads the files of datasets and reads them: IDX (MNIST), binary batches (CIFAR-10), and lines of text.
 
-Everything is checked before it is believed; an error names the file and says what to do.
+Files are validated. An error names the file and says what to do.
 """
 
 import errno
@@ -11,7 +11,9 @@ import tempfile
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from math import prod
 from pathlib import Path
@@ -29,9 +31,9 @@ _DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, err
 
 @dataclass(frozen=True)
 class Asset:
-    """A published file: where it is and what sum it must have.
+    """A published file with its addresses and its checksum.
 
-    The sum of a `.gz` is that of the contents: mirrors compress the same contents to different bytes.
+    The checksum of a `.gz` is that of its contents, because mirrors compress the same contents to different bytes.
     """
 
     name: str
@@ -40,13 +42,13 @@ class Asset:
 
 
 def cache_dir(dataset: str) -> Path:
-    """The folder that keeps a dataset's files between runs, by the XDG rules."""
+    """Return the cache folder of a dataset, after the XDG base directory specification."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "thinwire" / dataset
 
 
 def fetch(asset: Asset, folder: Path) -> Path:
-    """Return the file's path in `folder`, downloading it first if it is not there."""
+    """Return the path of the file in `folder`, after downloading it if it is missing."""
     path = folder / asset.name
     try:
         if path.exists():
@@ -57,10 +59,10 @@ def fetch(asset: Asset, folder: Path) -> Path:
     reasons = []
     for url in asset.urls:
         try:
-            _fetch_from(url, asset, path)
+            write_file(path, partial(_download, url, asset.name), partial(_check, asset))
             return path
         except (OSError, HTTPException, RecipeError) as error:
-            if isinstance(error, OSError) and error.errno in _DISK:  # no other mirror would help
+            if isinstance(error, OSError) and error.errno in _DISK:  # another mirror would not help
                 raise cannot_write(folder, error) from error
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             reasons.append(f"{url}: {reason}")
@@ -71,32 +73,28 @@ def fetch(asset: Asset, folder: Path) -> Path:
 
 
 def cannot_write(folder: Path, error: OSError) -> RecipeError:
-    """The sentence about a cache folder that takes no files."""
+    """Return the error about a cache folder that cannot be written."""
     why = error.strerror or error
-    return RecipeError(
-        f"cannot write to the cache folder {folder} ({why}): make room or rights, or set XDG_CACHE_HOME."
-    )
+    return RecipeError(f"cannot write to the cache folder {folder} ({why}): free some space, or set XDG_CACHE_HOME.")
 
 
-def _fetch_from(url: str, asset: Asset, path: Path) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f"{asset.name}.", suffix=".part", dir=path.parent)
+def write_file(
+    path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], object] = lambda written: None
+) -> None:
+    """Write a file that appears under its name only when it is complete and checked."""
+    handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
-            _download(url, out, asset.name)
-        _check(Path(temporary), asset)
+            write(out)
+        check(Path(temporary))
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _download(url: str, out: BinaryIO, name: str) -> None:
-    """Copy a URL to a file; an answer shorter than announced is an error."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
+def _download(url: str, name: str, out: BinaryIO) -> None:
+    """Download a URL to a file; RecipeError if the answer is shorter than announced."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     request = urllib.request.Request(url, headers={"User-Agent": "thinwire"})
     with urllib.request.urlopen(request, timeout=30) as answer, Progress(*columns) as progress:
         announced = int(answer.headers.get("Content-Length") or 0) or None
@@ -110,12 +108,13 @@ def _download(url: str, out: BinaryIO, name: str) -> None:
         raise RecipeError(f"the connection ended after {received:,} of {announced:,} bytes")
 
 
-def _check(path: Path, asset: Asset) -> None:
-    """Compare the sum of the downloaded contents with the published one."""
+def _check(asset: Asset, path: Path) -> None:
+    """Compare the checksum of the downloaded contents with the published one."""
     method, _, expected = asset.checksum.partition(":")
     digest = hashlib.new(method)
+    packed = asset.name.endswith(".gz") and not asset.name.endswith(".tar.gz")
     try:
-        with gzip.open(path) if _packed(asset) else path.open("rb") as contents:
+        with gzip.open(path) if packed else path.open("rb") as contents:
             while chunk := contents.read(CHUNK):
                 digest.update(chunk)
     except (OSError, EOFError, zlib.error) as error:
@@ -124,20 +123,16 @@ def _check(path: Path, asset: Asset) -> None:
         raise RecipeError(f"the {method} sum is {digest.hexdigest()}, it should be {expected}")
 
 
-def _packed(asset: Asset) -> bool:
-    return asset.name.endswith(".gz") and not asset.name.endswith(".tar.gz")
-
-
 Bytes = npt.NDArray[np.uint8]
 CIFAR_IMAGES = 10_000  # in each batch file
 CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
 def find_file(data_dir: Path, name: str, *, subfolders: tuple[str, ...] = (), zipped: bool = True) -> Path:
-    """The path of `name`, or where that can be read `name.gz`, in a folder or one of its usual subfolders.
+    """Return the path of `name`, or if `zipped` of `name.gz`, in a folder or in one of its usual subfolders.
 
-    A subfolder with files is the dataset's own. Files of the same names beside it may be another dataset's, so they are
-    not looked at then, not even for a file that the subfolder lacks.
+    If a subfolder has files, only subfolders are searched: files of the same names in the folder itself may belong to
+    another dataset.
     """
     if not data_dir.is_dir():
         raise RecipeError(f"the data folder {data_dir} does not exist: give the folder that holds {name}.")
@@ -158,7 +153,7 @@ def _has_files(folder: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a file, unpacked if its name ends in .gz."""
+    """Return the contents of a file, unpacked if its name ends in .gz."""
     try:
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -168,7 +163,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_idx(path: Path, *, dimensions: int) -> Bytes:
-    """An array of bytes in the IDX format."""
+    """Return the array of bytes in an IDX file."""
     raw = read_bytes(path)
     header = 4 + 4 * dimensions
     if len(raw) < header or raw[:4] != bytes([0, 0, 8, dimensions]):
@@ -183,7 +178,7 @@ def read_idx(path: Path, *, dimensions: int) -> Bytes:
 
 
 def read_idx_images(images: Path, labels: Path, *, classes: int = 10) -> tuple[Bytes, Bytes]:
-    """28 x 28 images and their labels, checked against each other."""
+    """Return 28 x 28 images and their labels from two IDX files."""
     pixels, targets = read_idx(images, dimensions=3), read_idx(labels, dimensions=1)
     if pixels.shape[1:] != (28, 28):
         raise RecipeError(f"{images} holds images of {pixels.shape[1]} x {pixels.shape[2]}, not 28 x 28.")
@@ -195,7 +190,7 @@ def read_idx_images(images: Path, labels: Path, *, classes: int = 10) -> tuple[B
 
 
 def map_cifar_batch(path: Path) -> Bytes:
-    """The records of one binary batch, mapped and not read, so that many processes share one copy."""
+    """Map the records of one binary batch file into memory, so that many processes share one copy."""
     size = path.stat().st_size
     if size != CIFAR_IMAGES * CIFAR_RECORD:
         raise RecipeError(
@@ -209,7 +204,7 @@ def map_cifar_batch(path: Path) -> Bytes:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 text, without their ends."""
+    """Return the lines of a UTF-8 text file without line ends."""
     try:
         lines = read_bytes(path).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
-"""What a recipe is: model + data + loss + metric + defaults, and nothing of networks or compression.
+"""A recipe: model, data, loss, metric and default settings of a training task, independent of the network.
 
-A training loop needs `build`, `load`, `loss`, `optimizer`, `evaluate` and a `DataOrder`; see docs/recipes.md.
+A training loop uses `build`, `load`, `loss`, `optimizer`, `evaluate` and a `DataOrder`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,18 +17,18 @@ Optimizer = torch.optim.Optimizer
 
 
 class Split(Protocol):
-    """Samples in memory that a loop can index."""
+    """Samples that a training loop can access by index."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The tensors of these samples, on the CPU, ready for `loss`."""
+        """Return the tensors of these samples on the CPU, as `loss` takes them."""
         ...
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The two halves of a recipe's data."""
+    """The training and test samples of a recipe."""
 
     train: Split
     test: Split
@@ -36,7 +36,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Samples as tensors whose first dimension counts them; `prepare` runs on each batch of inputs."""
+    """Samples as tensors with one row per sample; `prepare` is applied to the inputs of each batch."""
 
     inputs: Tensor
     labels: Tensor
@@ -46,14 +46,14 @@ class TensorSplit:
         return len(self.labels)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The prepared inputs and the labels of these samples."""
+        """Return the prepared inputs and the labels of these samples."""
         chosen = torch.as_tensor(indices, dtype=torch.long)
         return self.prepare(self.inputs[chosen]), self.labels[chosen]
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings that train the recipe well; the command line can override all but the momentum."""
+    """Default settings of a recipe; the command line can override all but the momentum."""
 
     batch: int  # samples per worker and step
     lr: float
@@ -64,9 +64,10 @@ class Defaults:
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Which samples a worker takes at a step: a pure function of the seed, the same for every method.
+    """The samples of every worker and step, which depend only on the seed and are the same for every method.
 
-    Each epoch is one shuffle that all workers share; a tail that does not fill a step of all is left out.
+    In each epoch the workers share one shuffle of the samples. Samples that do not fill a step of all workers are
+    left out of the epoch.
     """
 
     samples: int
@@ -83,15 +84,15 @@ class DataOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many steps one pass of the data takes."""
+        """The number of steps in one pass over the data."""
         return self.samples // (self.batch * self.workers)
 
     def epoch(self, step: int) -> float:
-        """How many passes of the data are done after `step` steps."""
+        """Return the number of passes over the data after `step` steps."""
         return step / self.steps_per_epoch
 
     def at(self, step: int, rank: int) -> list[int]:
-        """The samples of worker `rank` at `step` (both count from 0)."""
+        """Return the samples of worker `rank` at `step`; both count from 0."""
         epoch, place = divmod(step, self.steps_per_epoch)
         start = (place * self.workers + rank) * self.batch
         return _shuffle(self.samples, self.seed, epoch)[start : start + self.batch]
@@ -104,23 +105,23 @@ def _shuffle(samples: int, seed: int, epoch: int) -> list[int]:
 
 
 def sgd(parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> Optimizer:
-    """Plain stochastic gradient descent with momentum."""
+    """Return stochastic gradient descent with momentum."""
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
 
 
 def adam(parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> Optimizer:
-    """Adam; the momentum is its first beta."""
+    """Return Adam, with the momentum as its first beta."""
     return torch.optim.Adam(parameters, lr=lr, betas=(momentum, 0.98), eps=1e-9)
 
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy of a batch of (inputs, labels)."""
+    """Return the mean cross-entropy of a batch of (inputs, labels)."""
     inputs, labels = batch
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
 def accuracy(model: nn.Module, split: Split, samples: int) -> float:
-    """Share of the first `samples` that the model labels right."""
+    """Return the share of the first `samples` samples that the model classifies correctly."""
     device = next(model.parameters()).device
     right = 0
     for start in range(0, samples, 250):
@@ -131,13 +132,13 @@ def accuracy(model: nn.Module, split: Split, samples: int) -> float:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training task under one name; users make their own and refer to it as `module:function`."""
+    """A training task with a name; a user's own recipe is called `module:function` or `file.py:function`."""
 
     name: str
     description: str = field(kw_only=True)
-    data: str = field(kw_only=True)  # what the data is and where it comes from, for the list of recipes
+    data: str = field(kw_only=True)  # description of the data for the list of recipes
     model: Callable[[], nn.Module] = field(kw_only=True)
-    load: Callable[[Path | None], Splits] = field(kw_only=True)  # None: download to the cache, if need be
+    load: Callable[[Path | None], Splits] = field(kw_only=True)  # None: use the cache, and download what is missing
     defaults: Defaults = field(kw_only=True)
     loss: Callable[[nn.Module, Batch], Tensor] = field(kw_only=True, default=classify)
     score: Callable[[nn.Module, Split, int], float] = field(kw_only=True, default=accuracy)
@@ -145,28 +146,28 @@ class Recipe:
     make_optimizer: Callable[[Iterable[nn.Parameter], float, float], Optimizer] = field(kw_only=True, default=sgd)
 
     def build(self, seed: int) -> nn.Module:
-        """A new model whose weights depend on the seed alone; the global random state is left as it was."""
+        """Return a new model whose weights depend only on the seed; the global random state does not change."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.model()
 
     def parameter_count(self) -> int:
-        """How many numbers a gradient of this recipe's model has."""
+        """Return the number of parameters of the recipe's model."""
         try:
             with torch.device("meta"):
                 model = self.model()
-        except Exception:  # a constructor that looks at values needs a real device
+        except Exception:  # a constructor that reads values needs a real device
             model = self.build(0)
         return sum(parameter.numel() for parameter in model.parameters())
 
     def optimizer(self, model: nn.Module, *, lr: float | None = None, momentum: float | None = None) -> Optimizer:
-        """The recipe's optimiser with its default rate and momentum, unless others are given."""
+        """Return the recipe's optimizer, by default with the recipe's learning rate and momentum."""
         rate = self.defaults.lr if lr is None else lr
         return self.make_optimizer(model.parameters(), rate, self.defaults.momentum if momentum is None else momentum)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split, limit: int | None = None) -> float:
-        """The metric on the first `limit` samples of a split (all by default), in evaluation mode."""
+        """Return the metric on the first `limit` samples of a split (by default all), in evaluation mode."""
         samples = len(split) if limit is None else min(limit, len(split))
         if samples < 1:
             raise ValueError("there are no samples to evaluate: the limit must be at least 1.")

@@ -1,12 +1,13 @@
-"""translate: Multi30k from German to English, with a GRU or a small Transformer; the metric is BLEU.
+"""The recipes translate, translate-layernorm and translate-transformer: Multi30k from German to English.
 
-Both languages share one vocabulary of word pieces, learned from the training files.
+The models are GRUs and a small Transformer; the metric is BLEU. Both languages share one vocabulary of word pieces,
+which is learned from the training files.
 """
 
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,19 @@ PAD, UNKNOWN, BEGIN, END = range(4)
 
 
 def continued(target: Tensor) -> Tensor:
-    """The places that another piece follows: half of a padded batch need not be scored."""
+    """Return a mask of the positions that another piece follows; only these are scored."""
     return (target != PAD) & (target != END)
 
 
 class PlainGRU(nn.Module):
-    """torch's GRU on padded sequences."""
+    """The GRU of torch on padded sequences."""
 
     def __init__(self, inputs: int, hidden: int, *, bidirectional: bool) -> None:
         super().__init__()
         self.gru = nn.GRU(inputs, hidden, batch_first=True, bidirectional=bidirectional)
 
     def forward(self, x: Tensor, mask: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs at every place and the last state; `state` and the last state are (samples, units)."""
+        """Return the outputs at every position and the last state, which like `state` is (samples, units)."""
         if state is not None:
             outputs, last = self.gru(x, state.unsqueeze(0).contiguous())
             return outputs, last[-1]
@@ -45,7 +46,7 @@ class PlainGRU(nn.Module):
 
 
 class NormalisedGRU(nn.Module):
-    """A GRU whose gates are layer-normalised: all gradients come to one scale, slower than torch's."""
+    """A GRU with layer normalisation of its gates, slower than torch's; all gradients have a similar scale."""
 
     def __init__(self, inputs: int, hidden: int, *, bidirectional: bool) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class NormalisedGRU(nn.Module):
         self.state_norm = nn.ModuleList(nn.LayerNorm(3 * hidden) for _ in range(directions))
 
     def forward(self, x: Tensor, mask: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs at every place and the last state; `state` and the last state are (samples, units)."""
+        """Return the outputs at every position and the last state, which like `state` is (samples, units)."""
         results = [self._run(way, x, mask, state) for way in range(len(self.of_input))]
         outputs = torch.cat([outputs for outputs, _ in results], dim=2)
         return outputs, torch.cat([last for _, last in results], dim=1)
@@ -72,41 +73,53 @@ class NormalisedGRU(nn.Module):
             b_reset, b_keep, b_new = b.chunk(3, dim=1)
             keep = torch.sigmoid(a_keep + b_keep)
             new = torch.tanh(a_new + torch.sigmoid(a_reset + b_reset) * b_new)
-            # Behind the end of a sentence nothing changes, so padding cannot be seen.
+            # The state does not change after the end of a sentence, so padding has no effect.
             h = torch.where(mask[:, place, None], keep * h + (1 - keep) * new, h)
             outputs[place] = h
         return torch.stack(outputs, dim=1), h
 
 
-class RecurrentTranslator(nn.Module):
-    """Bidirectional encoder, decoder with dot-product attention, one table of word pieces for everything."""
+class _Translator(nn.Module):
+    """An embedding of word pieces that also scores the next piece."""
 
-    def __init__(self, vocabulary: int, *, units: int = 256, normalised: bool = False) -> None:
+    bias: nn.Parameter
+
+    def __init__(self, vocabulary: int, units: int, dropout: float) -> None:
         super().__init__()
-        cell = NormalisedGRU if normalised else PlainGRU
         self.pieces = nn.Embedding(vocabulary, units, padding_idx=PAD)
         nn.init.normal_(self.pieces.weight, std=units**-0.5)
+        self.dropout = nn.Dropout(dropout)
+
+    def _embed(self, pieces: Tensor) -> Tensor:
+        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
+        return vectors
+
+    def _score(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.pieces.weight, self.bias)
+
+
+class RecurrentTranslator(_Translator):
+    """A bidirectional encoder and a decoder with dot-product attention that share one embedding table."""
+
+    def __init__(self, vocabulary: int, *, units: int = 256, normalised: bool = False) -> None:
+        super().__init__(vocabulary, units, dropout=0.2)
+        cell = NormalisedGRU if normalised else PlainGRU
         self.encoder = cell(units, units // 2, bidirectional=True)
         self.decoder = cell(units, units, bidirectional=False)
         self.join = nn.Linear(2 * units, units)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-        self.dropout = nn.Dropout(0.2)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Scores of the next piece, for the places of the target that have one, as `continued` finds them."""
+        """Return the scores of the next piece at the positions of the target that `continued` returns."""
         memory, mask, state = self.encode(source)
         joined, _ = self._decode(target, memory, mask, state)
         return self._score(joined[continued(target)])
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The encoder's outputs, the mask of real pieces, and the state that starts the decoder."""
+        """Return the encoder's outputs, the mask without padding, and the first state of the decoder."""
         mask = source != PAD
         outputs, last = self.encoder(self.dropout(self._embed(source)), mask, None)
         return self.dropout(outputs), mask, last
-
-    def _embed(self, pieces: Tensor) -> Tensor:
-        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
-        return vectors
 
     def _decode(self, target: Tensor, memory: Tensor, mask: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         states, last = self.decoder(self.dropout(self._embed(target)), target != PAD, state)
@@ -115,11 +128,8 @@ class RecurrentTranslator(nn.Module):
         joined = torch.tanh(self.join(torch.cat([states, torch.bmm(weights, memory)], dim=2)))
         return self.dropout(joined), last
 
-    def _score(self, joined: Tensor) -> Tensor:
-        return nn.functional.linear(joined, self.pieces.weight, self.bias)
-
     def greedy(self, source: Tensor, limit: int) -> Tensor:
-        """The best piece at every place, one after the other, until all sentences have ended."""
+        """Return greedy translations: the best piece at every position until all sentences have ended."""
         memory, mask, state = self.encode(source)
         piece = torch.full_like(source[:, :1], BEGIN)
         written, ended = [], torch.zeros_like(piece, dtype=torch.bool)
@@ -136,33 +146,29 @@ class RecurrentTranslator(nn.Module):
 LONGEST = 256
 
 
-class TransformerTranslator(nn.Module):
-    """Encoder and decoder of a few layers with sinusoidal places."""
+class TransformerTranslator(_Translator):
+    """A Transformer encoder and decoder of a few layers with sinusoidal positions."""
 
     places: Tensor
 
     def __init__(self, vocabulary: int, *, units: int = 256, layers: int = 3, heads: int = 4) -> None:
-        super().__init__()
-        self.pieces = nn.Embedding(vocabulary, units, padding_idx=PAD)
-        nn.init.normal_(self.pieces.weight, std=units**-0.5)
+        super().__init__(vocabulary, units, dropout=0.1)
         self.register_buffer("places", _sinusoids(LONGEST, units), persistent=False)
         encoder = nn.TransformerEncoderLayer(units, heads, 2 * units, batch_first=True, norm_first=True)
         decoder = nn.TransformerDecoderLayer(units, heads, 2 * units, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(encoder, layers, nn.LayerNorm(units), enable_nested_tensor=False)
         self.decoder = nn.TransformerDecoder(decoder, layers, nn.LayerNorm(units))
         self.bias = nn.Parameter(torch.zeros(vocabulary))
-        self.dropout = nn.Dropout(0.1)
         for weights in (*self.encoder.parameters(), *self.decoder.parameters()):
-            if weights.dim() > 1:  # the layers of a stack are copies of one another until they are drawn anew
+            if weights.dim() > 1:  # torch makes the layers of a stack as copies of one layer
                 nn.init.xavier_uniform_(weights)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Scores of the next piece, for the places of the target that have one, as `continued` finds them."""
+        """Return the scores of the next piece at the positions of the target that `continued` returns."""
         return self._score(self._decode(target, self._encode(source), source == PAD)[continued(target)])
 
     def _embed(self, pieces: Tensor) -> Tensor:
-        vectors: Tensor = self.pieces(pieces) * self.pieces.embedding_dim**0.5
-        placed: Tensor = self.dropout(vectors + self.places[: pieces.shape[1]])
+        placed: Tensor = self.dropout(super()._embed(pieces) + self.places[: pieces.shape[1]])
         return placed
 
     def _encode(self, source: Tensor) -> Tensor:
@@ -181,11 +187,8 @@ class TransformerTranslator(nn.Module):
         )
         return states
 
-    def _score(self, states: Tensor) -> Tensor:
-        return nn.functional.linear(states, self.pieces.weight, self.bias)
-
     def greedy(self, source: Tensor, limit: int) -> Tensor:
-        """The best piece at every place, one after the other, until all sentences have ended."""
+        """Return greedy translations: the best piece at every position until all sentences have ended."""
         memory, padding = self._encode(source), source == PAD
         written = torch.full_like(source[:, :1], BEGIN)
         ended = torch.zeros_like(written, dtype=torch.bool)
@@ -206,9 +209,9 @@ def _sinusoids(length: int, units: int) -> Tensor:
 
 
 VOCABULARY = 4000
-LONGEST_ANSWER = 60  # pieces; the longest reference of the test set has 48
+LONGEST_ANSWER = 60  # pieces; the longest reference in the test set has 48
 _BASE = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
-# The sums are those of the unpacked contents of the original files.
+# SHA-256 of the unpacked contents of the original files.
 _SUMS = {
     "train.de": "2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72",
     "train.en": "460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6",
@@ -218,7 +221,7 @@ _SUMS = {
 
 
 def _need(module: str) -> Any:
-    """Import one of the two packages that only this recipe needs."""
+    """Import one of the two packages that only these recipes need."""
     from importlib import import_module
 
     try:
@@ -231,7 +234,7 @@ def _need(module: str) -> Any:
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Pairs of sentences as pieces, and the references as text."""
+    """Pairs of sentences as word pieces, and the reference translations as text."""
 
     sources: list[Tensor]
     targets: list[Tensor]
@@ -242,7 +245,7 @@ class SentencePairs:
         return len(self.sources)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Padded sources, and padded targets with their begin and end marks."""
+        """Return padded sources, and padded targets with begin and end marks."""
         return (
             pad_sequence([self.sources[i] for i in indices], batch_first=True, padding_value=PAD),
             pad_sequence([self.targets[i] for i in indices], batch_first=True, padding_value=PAD),
@@ -250,7 +253,7 @@ class SentencePairs:
 
 
 def learn_vocabulary(lines: Sequence[str]) -> Any:
-    """Byte-pair pieces of both languages; the same lines give the same pieces on every worker."""
+    """Learn byte-pair pieces of both languages; the same lines give the same pieces on every worker."""
     pieces = _need("sentencepiece")
     model = io.BytesIO()
     try:
@@ -309,17 +312,17 @@ def _encode(pairs: tuple[list[str], list[str]], vocabulary: Any) -> SentencePair
 
 
 def translation_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the next piece, padding left out."""
+    """Return the mean cross-entropy of the next piece, without padding."""
     source, target = batch
     given = target[:, :-1]
     return nn.functional.cross_entropy(model(source, given), target[:, 1:][continued(given)])
 
 
 def translations(model: nn.Module, split: SentencePairs, samples: int) -> list[str]:
-    """The model's greedy translations of the first `samples` sentences, as text."""
+    """Return the model's greedy translations of the first `samples` sentences as text."""
     assert isinstance(model, RecurrentTranslator | TransformerTranslator)
     device = next(model.parameters()).device
-    # Sentences of one length together: little padding, few steps.
+    # Sorting by length saves padding and steps.
     order = sorted(range(samples), key=lambda index: len(split.sources[index]))
     texts = [""] * samples
     for start in range(0, samples, 100):
@@ -332,7 +335,7 @@ def translations(model: nn.Module, split: SentencePairs, samples: int) -> list[s
 
 
 def bleu(model: nn.Module, split: Split, samples: int) -> float:
-    """BLEU of sacrebleu with its standard tokeniser, 0 to 100."""
+    """Return BLEU from 0 to 100 by sacrebleu with its standard tokeniser."""
     assert isinstance(split, SentencePairs)
     answers = translations(model, split, samples)
     return float(_need("sacrebleu").corpus_bleu(answers, [split.references[:samples]]).score)
@@ -343,7 +346,7 @@ def _recipe(name: str, description: str, model: Any, *, lr: float) -> Recipe:
         name,
         description=description,
         data="Multi30k German-English, 29,000 + 1,000 sentences, 1.2 MB",
-        model=model,
+        model=lambda: model(VOCABULARY),
         load=load,
         loss=translation_loss,
         score=bleu,
@@ -354,23 +357,18 @@ def _recipe(name: str, description: str, model: Any, *, lr: float) -> Recipe:
 
 
 def translate() -> Recipe:
-    """The GRU."""
+    """Return the recipe `translate`."""
     description = "German to English with a GRU encoder-decoder and attention."
-    return _recipe("translate", description, lambda: RecurrentTranslator(VOCABULARY), lr=2e-3)
+    return _recipe("translate", description, RecurrentTranslator, lr=2e-3)
 
 
 def translate_layernorm() -> Recipe:
-    """The GRU with normalised gates."""
+    """Return the recipe `translate-layernorm`."""
     description = "German to English with a layer-normalised GRU encoder-decoder and attention."
-    return _recipe(
-        "translate-layernorm",
-        description,
-        lambda: RecurrentTranslator(VOCABULARY, normalised=True),
-        lr=2e-3,
-    )
+    return _recipe("translate-layernorm", description, partial(RecurrentTranslator, normalised=True), lr=2e-3)
 
 
 def translate_transformer() -> Recipe:
-    """The Transformer."""
+    """Return the recipe `translate-transformer`."""
     description = "German to English with a small Transformer."
-    return _recipe("translate-transformer", description, lambda: TransformerTranslator(VOCABULARY), lr=1e-3)
+    return _recipe("translate-transformer", description, TransformerTranslator, lr=1e-3)

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page made from event logs.
+"""The report: one self-contained HTML page from event logs.
 
-`thinwire.tools.report.page.write_report` makes it, `thinwire.tools.report.summary.summarise` computes its figures.
+`thinwire.tools.report.page.write_report` writes it; `thinwire.tools.report.summary.summarise` computes its figures.
 """

@@ -1,4 +1,4 @@
-// The page of a simulated schedule.
+// Draws the page of a simulated schedule.
 const names = data.policies.map((policy) => policy.name);
 const policyVariable = (name) => `--m${names.indexOf(name) % 8}`;
 const lanes = [["forward", "computes"], ["backward", "computes"], ["push", "pushes"], ["pull", "pulls"]];
@@ -7,7 +7,7 @@ const longest = Math.max(...data.policies.map((policy) => policy.makespan));
 let range = [0, Math.min(longest, (innerWidth > 700 ? 3 : 1.5) * data.step)];
 
 function layerColours() {
-  // From the first layer to the last through three colours, so that the order of use can be seen.
+  // Colours run from the first layer to the last, so that the order of the layers is visible.
   const parse = (name) => colour(name).match(/\w\w/g).map((hex) => parseInt(hex, 16));
   const stops = ["--m1", "--m4", "--m2"].map(parse);
   return data.layers.map((_, layer) => {
@@ -25,7 +25,7 @@ function chart(policy, element, colours) {
     return {
       type: "bar", orientation: "h", y: bars.start.map(() => row), base: bars.start, x: bars.ms, width: 0.72, opacity: lane === "forward" ? 0.6 : 1,
       marker: { color: bars.layer.map((layer) => colours[layer]), line: { width: 0.5, color: colour("--card") } },
-      text: bars.layer.map((layer, i) => (bars.ms[i] * pixels > 5 + 8 * `${layer}`.length ? `${layer}` : "")), // only where it fits
+      text: bars.layer.map((layer, i) => (bars.ms[i] * pixels > 5 + 8 * `${layer}`.length ? `${layer}` : "")), // only if it fits
       textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none", insidetextfont: { color: colour("--back"), size: 11 },
       customdata: bars.layer.map((layer, i) => [data.layers[layer], bars.step[i], bars.start[i] + bars.ms[i], bars.slices[i] > 1 ? `, ${bars.slices[i]} slices` : ""]),
       hovertemplate: `${doing} layer %{customdata[0]}, step %{customdata[1]}%{customdata[3]}<br>%{base:.5~g} to %{customdata[2]:.5~g} ms<extra></extra>`,
@@ -58,7 +58,7 @@ function charts() {
 }
 
 function zoomed(change) {
-  // All policies show the same time: what is zoomed in one is in all; a double click shows everything.
+  // All policies show the same range of time: zooming one zooms all, and a double click shows everything.
   const [from, to] = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
   if (from === undefined && !change["xaxis.autorange"]) return;
   range = from === undefined ? [0, longest] : [Math.max(0, from), to];

@@ -1,4 +1,4 @@
-"""The page of a reproduced paper: its claims next to ours, what differs, figures and tables."""
+"""Fills the HTML templates of all pages, with their text, tables, data and scripts in one file."""
 
 import json
 import os
@@ -15,7 +15,7 @@ Row = Mapping[str, str]
 Pairs = Sequence[tuple[str, str]]
 
 
-# What each kind of page is called above its title; its template, script and style have the key as their name.
+# The text above the title of each kind of page; the key is the name of its template, script and style.
 BRANDS = {"page": "report", "advice": "advice", "gantt": "simulation", "scale": "scale", "study": "reproduces"}
 
 
@@ -30,9 +30,9 @@ def fill(
     data: Mapping[str, Any],
     more: Mapping[str, str] | None = None,
 ) -> str:
-    """One self-contained page: the content `name`.html in the frame of all pages, with `name`.js and `name`_more.css.
+    """Return a self-contained page: frame.html around `name`.html, with `name`.js and `name`_more.css.
 
-    `more` is markup by name.
+    `more` has further markup for the template by its placeholder.
     """
     from plotly.offline import get_plotlyjs
 
@@ -50,7 +50,7 @@ def fill(
         "TABLE": table_of(table),
         "RUNS": "".join(f"<dt>{escape(k)}</dt><dd><pre>{escape(v)}</pre></dd>" for k, v in runs),
         "STYLE": read("page.css", f"{name}_more.css"),
-        # A log is foreign text: without "<" it cannot end the script element that holds it.
+        # Text from a log must not end the script element that contains it, so "<" is escaped.
         "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         "SCRIPT": read("plots.js", f"{name}.js"),
         "PLOTLY": get_plotlyjs(),
@@ -61,7 +61,7 @@ def fill(
 
 
 def _filled(template: str, parts: Mapping[str, str]) -> str:
-    pieces = template.split("@@")  # text and names take turns, so nothing inserted is searched again
+    pieces = template.split("@@")  # text and placeholders alternate, so inserted text is not searched again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 
@@ -75,14 +75,15 @@ def write_page(
     table: Sequence[Row],
     made: Mapping[str, str],
     data: Mapping[str, Any],
+    more: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one self-contained page; `data` is what its script draws."""
-    listed, runs = list(facts.items()), list(made.items())
-    replace_file(path, fill(name, title=title, verdict=verdict, facts=listed, table=table, runs=runs, data=data))
+    """Write a self-contained page; its script draws `data`."""
+    lists: dict[str, Pairs] = {"facts": list(facts.items()), "runs": list(made.items())}
+    replace_file(path, fill(name, title=title, verdict=verdict, table=table, data=data, more=more, **lists))
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """Rows as an HTML table, the headings from the first."""
+    """Return rows as an HTML table with the headings of the first row."""
     if not rows:
         return ""
     headings = list(rows[0])
@@ -97,7 +98,7 @@ def table_of(rows: Sequence[Row]) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the whole page or nothing."""
+    """Write a page completely or not at all."""
     part = None
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as out:
@@ -107,7 +108,7 @@ def replace_file(path: Path, text: str) -> None:
         os.replace(part, path)
     except OSError as error:
         raise LogError(f"cannot write the report {path} ({error.strerror}): choose another place.") from error
-    finally:  # after Ctrl-C too; once it has its name there is none
+    finally:  # also after Ctrl-C; after the rename the file does not exist
         if part is not None:
             part.unlink(missing_ok=True)
 
@@ -124,21 +125,13 @@ def write_study_page(
     figures: Sequence[Mapping[str, Any]],
     made: Mapping[str, str],
 ) -> None:
-    """Write one self-contained page; tables are (title, note, rows), figures are what study.js draws."""
-    page = fill(
-        "study",
-        title=title,
-        verdict=verdict,
-        facts=list(facts.items()),
-        table=claims,
-        runs=list(made.items()),
-        data={"figures": list(figures)},
-        more={
-            "NOTES": "".join(f"<li>{escape(note)}</li>" for note in notes),
-            "TABLES": "".join(_section(*table) for table in tables),
-        },
-    )
-    replace_file(path, page)
+    """Write the page of a reproduced paper; tables are (title, note, rows), and study.js draws the figures."""
+    more = {
+        "NOTES": "".join(f"<li>{escape(note)}</li>" for note in notes),
+        "TABLES": "".join(_section(*table) for table in tables),
+    }
+    data = {"figures": list(figures)}
+    write_page(path, "study", title=title, verdict=verdict, facts=facts, table=claims, made=made, data=data, more=more)
 
 
 def _section(title: str, note: str, rows: Sequence[Row]) -> str:

@@ -1,9 +1,9 @@
-// The report of runs.
-// dense is the neutral baseline; the others take their colours in order, the same in every figure.
+// Draws the report of training runs.
+// dense is grey; the other methods get their colours in order, the same in every figure.
 const others = data.methods.filter((method) => method !== "dense");
 const methodVariable = (method) => (method === "dense" ? "--m0" : `--m${1 + (others.indexOf(method) % 7)}`);
 const methodColour = (method) => colour(methodVariable(method));
-// Seven colours: the eighth method has the first one's again, with dashes and a hollow mark.
+// There are seven colours: the eighth method has the first one's colour, with dashes and a hollow mark.
 const methodRound = (method) => Math.floor(Math.max(0, others.indexOf(method)) / 7);
 const methodDash = (method) => ["solid", "dash", "dot", "dashdot"][methodRound(method) % 4];
 const splits = ["test", "train"].filter((split) => data.curves.some((curve) => curve.split === split));
@@ -39,7 +39,7 @@ function curves(id, key, title, unit) {
 }
 
 function bars(methods) {
-  // The first method on top, as in the table.
+  // The first method is at the top, as in the table.
   return { yaxis: axis("", { automargin: true, autorange: "reversed", showgrid: false, tickfont: { size: 13, color: colour("--ink") }, type: "category", categoryarray: methods }), bargap: 0.4 };
 }
 
@@ -70,7 +70,7 @@ function bytesSent() {
   draw("bytes", methods.length ? traces : [], { ...bars(methods), annotations, xaxis: axis("megabytes per host and step", { range: room }) });
 }
 
-// The index-th figure of a grid, made when it is first asked for.
+// Returns the index-th figure of a grid, and creates it at the first call.
 function figureIn(place, index, caption, note) {
   let figure = place.children[index];
   if (!figure) {
@@ -83,12 +83,12 @@ function figureIn(place, index, caption, note) {
 }
 
 const diagnosed = [
-  ["delta", "Contraction δ", "share of the squared norm that travels", { range: [0, 1.05] }],
+  ["delta", "Contraction δ", "share of the squared norm that is sent", { range: [0, 1.05] }],
   ["cosine", "Cosine", "of the applied and the dense mean", { range: [-1.05, 1.05] }],
   ["xi", "Alistarh's ξ", "distance to the selection of the mean", { rangemode: "tozero" }],
   ["residual_ratio", "Residual / gradient", "norms", { rangemode: "tozero" }],
-  ["age", "Age of what is held back", "steps, on average", { rangemode: "tozero" }],
-  ["waited", "Wait of what travelled", "steps, on average", { rangemode: "tozero" }],
+  ["age", "Age of the residual", "steps, on average", { rangemode: "tozero" }],
+  ["waited", "Age of the entries sent", "steps, on average", { rangemode: "tozero" }],
 ];
 
 function diagnoses() {
@@ -123,7 +123,7 @@ function layers() {
 const lossVariable = (way) => `--m${data.loss.findIndex((one) => one.transport === way) % 8}`;
 
 function overLoss(id, key, title, range) {
-  // Equal steps between the losses: most of them are small, and one is not.
+  // Losses have equal distances, because most of them are small and one is large.
   const shares = [...new Set(data.loss.flatMap((one) => one.loss))].sort((a, b) => a - b).map((share) => `${share} %`);
   const traces = data.loss.map((one) => ({
     x: one.loss.map((share) => `${share} %`), y: one[key], type: "scatter", mode: "lines+markers",
@@ -139,7 +139,7 @@ function overLoss(id, key, title, range) {
 function loss() {
   if (!data.loss.length) return;
   overLoss("loss-waits", "wait", "milliseconds per step", { rangemode: "tozero" });
-  // Not closer than the noise of a test split: a tenth of a point must not look like a fall.
+  // The axis is wider than the noise of a test split, so that a tenth of a point does not look large.
   const low = Math.min(...data.loss.flatMap((one) => one.value.filter((value) => value !== null)));
   overLoss("loss-values", "value", `test ${data.metric}`, data.percent ? { range: [Math.max(0, low - 5), 101] } : {});
 }

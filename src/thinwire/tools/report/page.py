@@ -1,4 +1,4 @@
-"""Write the page: text, table, figures and plotly.js in one HTML file that needs no network."""
+"""The report of training runs: one HTML file with text, a table, figures and plotly.js, which needs no network."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ DIAGNOSED = ("delta", "xi", "residual_ratio", "cosine", "age", "waited")
 
 
 def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
-    """Everything that the page's script needs."""
+    """Return the data that page.js draws."""
     run = logs[0].run
     methods = list(by_method(logs))
     scale = 100.0 if run.metric == "accuracy" else 1.0
@@ -46,7 +46,7 @@ def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def _curves(log: RunLog, scale: float) -> list[dict[str, Any]]:
-    """One line per split: the metric over time and over passes, and where it met the target."""
+    """Return a curve for each split: the metric over time and over passes, and where it reached the target."""
     curves = []
     hit = reached(log)
     for split in ("test", "train"):
@@ -69,7 +69,7 @@ def _curves(log: RunLog, scale: float) -> list[dict[str, Any]]:
 
 
 def _phases(logs: Sequence[RunLog]) -> dict[str, Any]:
-    """Milliseconds of each phase of a step, per method."""
+    """Return the milliseconds of each phase of a step by method."""
     means = {method: phase_ms(runs) for method, runs in by_method(logs).items()}
     known = {method: values for method, values in means.items() if values is not None}
     return {
@@ -79,26 +79,26 @@ def _phases(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def _bytes(logs: Sequence[RunLog]) -> dict[str, Any]:
-    """Megabytes that a host sends in a step, per method, as in the table."""
+    """Return the megabytes that a host sends in a step by method, as in the table."""
     sent = {s.method: s.bytes_per_host_step / 1e6 for s in summarise(logs) if s.bytes_per_host_step is not None}
     return {"methods": list(sent), "mb": list(sent.values())}
 
 
 def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
-    """Per transport, over the links' loss: what a step waits, lost datagrams, the last value of the metric."""
-    ways: dict[str, list[RunLog]] = {}
+    """Return the waiting time of a step and the last value of the metric by transport and packet loss."""
+    transports: dict[str, list[RunLog]] = {}
     for log in logs:
         if log.run.transport:
-            ways.setdefault(log.run.transport, []).append(log)
+            transports.setdefault(log.run.transport, []).append(log)
     if not any(log.run.packet_loss for log in logs):
         return []
     found = []
-    for way, runs in ways.items():
+    for transport, runs in transports.items():
         runs.sort(key=lambda log: log.run.packet_loss)
         last = [last_value(log, "test") for log in runs]
         found.append(
             {
-                "transport": way,
+                "transport": transport,
                 "loss": [round(100 * log.run.packet_loss, 4) for log in runs],
                 "wait": [
                     round(1e3 * sum(s.exchange for s in settled(log)) / max(len(settled(log)), 1), 3) for log in runs
@@ -110,13 +110,13 @@ def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
 
 
 def _layers(logs: Sequence[RunLog]) -> dict[str, Any]:
-    """The last histogram of each layer and method; of many layers, the largest."""
+    """Return the last histogram of each layer and method, for the largest layers."""
     latest: dict[str, dict[str, Histogram]] = {}
     for log in logs:
         for histogram in log.histograms:
             of_layer = latest.setdefault(histogram.layer, {})
-            held = of_layer.get(log.run.method)
-            if held is None or histogram.step >= held.step:
+            last = of_layer.get(log.run.method)
+            if last is None or histogram.step >= last.step:
                 of_layer[log.run.method] = histogram
 
     def size(layer: str) -> int:
@@ -139,7 +139,7 @@ def _layers(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def _diagnosis(log: RunLog) -> dict[str, Any]:
-    """One run's diagnoses, a list for each figure; what is not known is left out of the line."""
+    """Return the diagnostics of one run, as a list for each figure; unknown values are None."""
 
     def known(value: float) -> float | None:
         return value if math.isfinite(value) else None
@@ -153,7 +153,7 @@ def _diagnosis(log: RunLog) -> dict[str, Any]:
 
 
 def _shares(histogram: Histogram) -> dict[str, Any]:
-    """The middle of each bin and the share of the layer's entries in it, in per cent."""
+    """Return the middle of each bin and the percentage of the layer's entries in it."""
     total = sum(histogram.counts) + histogram.zeros
     pairs = zip(histogram.edges, histogram.edges[1:], strict=False)
     return {
@@ -171,10 +171,14 @@ def write_report(
     verdict: str | None = None,
     table: Sequence[Row] | None = None,
 ) -> None:
-    """Write one self-contained page about these runs.
+    """Write a self-contained page about these runs.
 
-    `verdict` is the sentence under the title and `table` the rows of the summary, heading to text, with the
-    method under its first heading; both are computed from the logs where they are not given.
+    Args:
+        logs: the event logs of the runs.
+        path: the page to write.
+        title: the page's title; by default made from the logs.
+        verdict: the sentence under the title; by default computed from the logs.
+        table: rows of the summary, which map headings to text and begin with the method; by default computed too.
     """
     logs = prepare(logs, named=table is not None)
     metric = logs[0].run.metric
@@ -192,7 +196,7 @@ def write_report(
 
 
 def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row]:
-    """The summary as text, one row per method."""
+    """Return the summary as text, with one row per method."""
 
     def number(value: float | None, form: str) -> str:
         return "–" if value is None else form.format(value)
@@ -214,13 +218,13 @@ def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row
 
 
 def megabytes(amount: float) -> str:
-    """Bytes as megabytes with three significant digits."""
+    """Format bytes as megabytes or kilobytes."""
     mb = amount / 1e6
     return f"{mb:.1f} MB" if mb >= 10 else f"{mb:.2f} MB" if mb >= 0.1 else f"{1000 * mb:.1f} kB"
 
 
 def _all(logs: Sequence[RunLog], word: Callable[[Run], str]) -> str:
-    """Every distinct value of a fact about the runs."""
+    """Return all distinct values of a property of the runs."""
     return ", ".join(dict.fromkeys(word(log.run) for log in logs))
 
 
@@ -249,7 +253,7 @@ def _facts(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
 
 
 def _runs(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
-    """Each distinct fact about where the page comes from, once."""
+    """Return how the page was made: commands, machines, versions, dates, outcomes and logs."""
     ends = {"target": "reached the target", "max_steps": "all steps done"}
     outcomes = [
         f"{log.run.method}, seed {log.run.seed}: "

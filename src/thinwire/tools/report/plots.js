@@ -1,5 +1,5 @@
 "use strict";
-// What the pages' figures share: data, colours, axes, legends; drawn again whenever the colours or the paper change.
+// Shared by all pages: data, colours, axes and legends. Figures are drawn again when the colour scheme changes or for print.
 const data = JSON.parse(document.getElementById("data").textContent);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

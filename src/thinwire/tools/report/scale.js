@@ -18,7 +18,7 @@ function lines(id, key, unit, yaxis) {
 
 function labFigures() {
   const place = document.getElementById("lab-figures");
-  // All are there before one is drawn: each must know its width.
+  // All figures are created before the first is drawn, because the number of figures decides their width.
   for (const one of data.lab.slice(place.children.length)) {
     const figure = document.createElement("figure");
     figure.append(Object.assign(document.createElement("figcaption"), { textContent: one.rate }), Object.assign(document.createElement("div"), { className: "plot" }));

@@ -1,4 +1,4 @@
-// Draws the figures of a reproduced paper. A method keeps its colour in all of them.
+// Draws the figures of a reproduced paper; a method has the same colour in all of them.
 const names = [...new Set(data.figures.flatMap((figure) => figure.series.map((series) => series.name)))];
 const others = names.filter((name) => name !== "dense");
 const variable = (name) => (name === "dense" ? "--m0" : `--m${1 + (others.indexOf(name) % 7)}`);
@@ -41,7 +41,7 @@ function paint() {
   document.documentElement.dataset.height = Math.ceil(document.documentElement.getBoundingClientRect().height);
 }
 
-// How many powers of ten an axis covers.
+// Returns how many powers of ten an axis covers.
 function spans(figure, letter) {
   const values = figure.series.flatMap((series) => series[letter]).filter((v) => v > 0);
   return Math.log10(Math.max(...values) / Math.min(...values));

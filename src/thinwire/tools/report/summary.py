@@ -1,6 +1,6 @@
-"""Figures per method from event logs: step time, bytes, time to target, speed-up; medians over the runs.
+"""Figures per method from event logs: step time, bytes, time to target and speed-up, as medians over the runs.
 
-A race and a report compute them here, so that both say the same.
+Races and reports both use these figures.
 """
 
 import math
@@ -13,9 +13,9 @@ from thinwire.tools.events import PHASES, Eval, Run, RunLog, Step
 
 
 def prepare(logs: Sequence[RunLog], *, named: bool = False) -> list[RunLog]:
-    """The logs, checked, with methods' names that tell runs apart; LogError if they do not go into one report.
+    """Check that the logs fit into one report and return them with distinct names of methods.
 
-    `named`: the names are their maker's and stay as they are.
+    With `named`, the names of the methods stay as they are. LogError if the logs do not fit together.
     """
     if not logs:
         raise LogError("a report needs at least one event log.")
@@ -33,7 +33,7 @@ def _name(log: RunLog) -> str:
 
 
 def _not_finite(log: RunLog) -> Iterator[str]:
-    """Times and the target; a metric or a loss may diverge, and a run may have no target."""
+    """Yield the names of times and targets that are not finite; a metric may be, and a run may have no target."""
     if math.isinf(log.run.target):
         yield "run.target"
     for step in log.steps:
@@ -50,7 +50,7 @@ def _not_finite(log: RunLog) -> Iterator[str]:
 
 
 def target_of(run: Run) -> float | None:
-    """What the run was to reach, if anything."""
+    """Return the run's target, or None if it has none."""
     return None if math.isnan(run.target) else run.target
 
 
@@ -61,7 +61,7 @@ def _target(run: Run) -> str:
     return f"target {100 * goal:.4g} %" if run.metric == "accuracy" else f"target {goal:.4g}"
 
 
-# Of these, the words that differ between the logs follow a method's name. An empty word is left out.
+# Properties of a run. Those that differ between logs are added to the names of methods, unless they are empty.
 _WORDS: tuple[Callable[[Run], str], ...] = (
     lambda run: run.recipe,
     lambda run: f"{run.workers} workers",
@@ -74,16 +74,16 @@ _WORDS: tuple[Callable[[Run], str], ...] = (
 
 
 def setting(run: Run) -> tuple[str, ...]:
-    """All that must be equal for two methods to be compared."""
+    """Return the properties that must be equal for a comparison of two methods."""
     return tuple(word(run) for word in _WORDS)
 
 
 def told_apart(logs: Sequence[RunLog]) -> list[RunLog]:
-    """The logs; where they differ in recipe, network, batch, transport or target, a method's name says in what."""
+    """Return the logs with the properties in which they differ added to the names of their methods."""
     telling = [word for word in _WORDS if len({word(log.run) for log in logs}) > 1]
 
     def name(run: Run) -> str:
-        # Runs with a server are called "tcp 5%" or "bsp:topk1/topk1:udp-restore": that is said once.
+        # A name such as "tcp 5%" or "bsp:topk1/topk1:udp-restore" already has some of the properties.
         said = run.method.replace(":", " ").split()
         words = (word(run) for word in telling)
         return ", ".join([run.method, *(word for word in words if word and word.removesuffix(" loss") not in said)])
@@ -93,7 +93,7 @@ def told_apart(logs: Sequence[RunLog]) -> list[RunLog]:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """What a method's runs amount to; None means that it is not known or was not reached."""
+    """Figures of a method over its runs; None means unknown or not reached."""
 
     method: str
     runs: int
@@ -109,7 +109,7 @@ class MethodSummary:
 
 
 def by_method(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
-    """The runs of each method, in the order of their first log."""
+    """Return the runs of each method, in the order of their first log."""
     groups: dict[str, list[RunLog]] = {}
     for log in logs:
         groups.setdefault(log.run.method, []).append(log)
@@ -117,23 +117,23 @@ def by_method(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
 
 
 def baseline_of(run: Run, groups: Mapping[str, Sequence[RunLog]]) -> str | None:
-    """The method that a run is compared with: dense in the same setting, if there is one."""
+    """Return the method that a run is compared with: dense with the same properties, or None."""
     dense = (name for name, logs in groups.items() if _is_dense(name) and setting(logs[0].run) == setting(run))
     return next(dense, None)
 
 
 def _is_dense(method: str) -> bool:
-    return method.split(",")[0] == "dense"  # what tells runs apart follows a comma
+    return method.split(",")[0] == "dense"  # properties follow a comma
 
 
 def settled(log: RunLog) -> list[Step]:
-    """The steps without the first, which pays for warming up, unless it is the only one."""
+    """Return the steps without the first, which includes the warm-up, unless it is the only one."""
     later = [step for step in log.steps if step.step > 1]
     return later or log.steps
 
 
 def step_seconds(log: RunLog) -> float | None:
-    """The median time of a step; of a step's ranks the slowest counts, since all wait for it."""
+    """Return the median step time; the slowest rank counts, because all others wait for it."""
     slowest: dict[int, float] = {}
     for step in settled(log):
         slowest[step.step] = max(slowest.get(step.step, 0.0), step.seconds)
@@ -141,7 +141,7 @@ def step_seconds(log: RunLog) -> float | None:
 
 
 def phase_ms(logs: Sequence[RunLog]) -> dict[str, float] | None:
-    """Milliseconds of each phase: the median over a run's settled steps and ranks, and of those over the runs."""
+    """Return the milliseconds of each phase: the median over the runs of the median over steps and ranks."""
 
     def of(phase: str) -> float | None:
         return _median(logs, lambda log: median(getattr(s, phase) for s in settled(log)) if log.steps else None)
@@ -151,31 +151,31 @@ def phase_ms(logs: Sequence[RunLog]) -> dict[str, float] | None:
 
 
 def bytes_per_host_step(log: RunLog) -> float | None:
-    """Mean bytes that a host sends in a step."""
+    """Return the mean bytes that a host sends in a step."""
     steps = settled(log)
     return mean(step.bytes_sent for step in steps) if steps else None
 
 
 def reached(log: RunLog, target: float | None = None) -> Eval | None:
-    """The first evaluation on the test split at or above the target (the run's own by default)."""
+    """Return the first evaluation on the test split that reaches the target (by default the run's), or None."""
     goal = log.run.target if target is None else target
     return next((e for e in log.evals if e.split == "test" and e.value >= goal), None)
 
 
 def last_value(log: RunLog, split: str) -> float | None:
-    """The last value of the metric on a split."""
+    """Return the last value of the metric on a split, or None."""
     values = [e.value for e in log.evals if e.split == split]
     return values[-1] if values else None
 
 
 def _median(logs: Sequence[RunLog], figure: Callable[[RunLog], float | None]) -> float | None:
-    """The median over runs; a run without the figure, or with NaN, leaves the method without it."""
+    """Return the median of a figure over the runs, or None if a run does not have it or it is not finite."""
     values = [value for log in logs if (value := figure(log)) is not None and math.isfinite(value)]
     return median(values) if values and len(values) == len(logs) else None
 
 
 def summarise(logs: Sequence[RunLog], target: float | None = None) -> list[MethodSummary]:
-    """One summary per method, in the order of the logs."""
+    """Return a summary of each method, in the order of the logs."""
     groups = by_method(logs)
     if not groups:
         return []
@@ -212,7 +212,7 @@ def summarise(logs: Sequence[RunLog], target: float | None = None) -> list[Metho
 
 
 def headline(summaries: Sequence[MethodSummary], *, metric: str) -> str:
-    """One sentence that says what the runs showed, for a report whose maker gave none."""
+    """Return one sentence about the result of the runs."""
     if not summaries:
         return "There are no runs."
     targets = dict.fromkeys(s.target for s in summaries)
@@ -245,7 +245,7 @@ def _winner(arrived: Sequence[MethodSummary], summaries: Sequence[MethodSummary]
 
 
 def show_metric(value: float | None, metric: str) -> str:
-    """A metric as people write it: accuracy in per cent, others with one decimal."""
+    """Format a metric: accuracy in per cent, others with one decimal."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{100 * value:.1f} %" if metric == "accuracy" else f"{value:.1f}"

@@ -1,6 +1,6 @@
-"""Does a killed lab leave anything: labs are killed at every stage of life, then the machine is searched.
+"""Kills labs at every stage of their life, then searches the machine for anything that they left.
 
-`python -m thinwire.tools.lab.kills --runs 100` kills, interrupts and terminates in turn.
+`python -m tests.tools.lab.kills --runs 100` sends SIGKILL, SIGINT and SIGTERM in turn.
 """
 
 import os
@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 
 
 def machine() -> dict[str, list[str]]:
-    """Return what a lab must not change: named namespaces and links of the machine."""
+    """Return the machine's network links and named namespaces, which a lab must not change."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return {
@@ -38,7 +38,7 @@ def machine() -> dict[str, list[str]]:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the living processes that descend from the runs with this mark."""
+    """Return the running processes whose environment holds this mark."""
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -51,7 +51,7 @@ def marked(mark: str) -> list[int]:
 
 
 def one_kill(number: int, mark: str) -> None:
-    """Start a lab and end its owner with a signal, later in its life with every run."""
+    """Start a lab and send its owner a signal; the delay before the signal depends on `number`."""
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER],
         env={**os.environ, _MARK: mark},
@@ -67,7 +67,7 @@ def one_kill(number: int, mark: str) -> None:
 
 
 def left_over(mark: str, patience: float = 10.0) -> list[int]:
-    """Return the processes that remain after the kernel had time to kill them."""
+    """Return the processes that still run after the kernel had `patience` seconds to kill them."""
     end = time.monotonic() + patience
     while (found := marked(mark)) and time.monotonic() < end:
         time.sleep(0.02)
@@ -75,8 +75,8 @@ def left_over(mark: str, patience: float = 10.0) -> list[int]:
 
 
 def main(runs: Annotated[int, typer.Option(min=1, help="How many labs to kill.")] = 100) -> None:
-    """Kill labs in the middle of their lives and report what they left on this machine."""
-    registry.clean()  # what died before does not count
+    """Kill running labs and report what they left on this machine."""
+    registry.clean()  # labs that were killed before this run do not count
     before, mark = machine(), str(os.getpid())
     for number in track(range(runs), description="killing labs"):
         one_kill(number, mark)
