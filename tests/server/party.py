@@ -21,7 +21,7 @@ import torch
 
 from tests.cluster import PRELOADED
 from tests.server.serving import Ones
-from thinwire.server.client import ServerError
+from thinwire.errors import ServerError
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import listen
@@ -37,7 +37,7 @@ def serve(say: Say, spec: dict[str, Any]) -> None:
     model, accepted = Ones(), []
 
     def on_step(server: Server) -> None:
-        step, members = server.clock.step, server.members
+        step, members = server.clock.step, server.membership
         say({"step": step, "joined": members.joined, "left": members.left})
         if step == kill:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -48,10 +48,10 @@ def serve(say: Say, spec: dict[str, Any]) -> None:
     server = Server(model, torch.optim.SGD(model.parameters(), lr=1.0), on_step=on_step, **options)
     push = server.clock.push
 
-    def noted(worker: int, part: int, clock: int) -> bool:
-        fresh = push(worker, part, clock)
+    def noted(session: int, part: int, clock: int) -> bool:
+        fresh = push(session, part, clock)
         if fresh:
-            accepted.append((server.members.active[worker].token, worker, part, clock))
+            accepted.append((server.membership.active[session].token, session, part, clock))
         return fresh
 
     server.clock.push = noted  # type: ignore[method-assign]
@@ -59,7 +59,7 @@ def serve(say: Say, spec: dict[str, Any]) -> None:
     say({"address": listener.address, "resumed": server.clock.step, "start": counts(server)})
     reason = server.run(listener)
     said = {"end": reason, "counts": counts(server), "accepted": accepted, "lowest": server.clock.lowest}
-    say({**said, "joined": server.members.joined, "left": server.members.left})
+    say({**said, "joined": server.membership.joined, "left": server.membership.left})
 
 
 def counts(server: Server) -> list[list[float]]:
@@ -76,13 +76,13 @@ def work(say: Say, spec: dict[str, Any]) -> None:
     named = {"slot": spec["slot"], "recipe": spec.get("recipe", "")}
     with Worker(spec["address"], model, "dense", patience=60.0, **named) as worker:
         acked: list[tuple[int, int]] = []
-        on_ack = worker._courier._on_ack
+        on_ack = worker._client._on_ack
 
         def noted(session: Any, message: Any) -> None:
             acked.append((session.layout.numbers[message.layer, message.part], message.clock))
             on_ack(session, message)
 
-        worker._courier._on_ack = noted  # type: ignore[method-assign]
+        worker._client._on_ack = noted  # type: ignore[method-assign]
         # The gradient of the second layer has been handed over when the first layer's is made.
         model.a.weight.register_hook(
             lambda g: os.kill(os.getpid(), number) if where == "backward" and worker.clock == at else None
@@ -93,7 +93,7 @@ def work(say: Say, spec: dict[str, Any]) -> None:
             model().backward()
             worker.step()
         seen = sorted({-float(v) for p in model.parameters() for v in p.detach().view(-1)})
-        token = worker._courier._hello["token"]
+        token = worker._client._hello["token"]
     say({"stopped": worker.stopped, "acked": acked, "token": token, "seen": seen})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.server.protocol import Kind, parse
+from thinwire.server.protocol import MessageKind, parse
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect, listen
@@ -120,9 +120,9 @@ class Ones(nn.Module):
 class Leaky(Connection):
     """A real connection that loses chosen messages: of a kind and direction, the n-th."""
 
-    def __init__(self, address: str, *losses: tuple[str, Kind, int]) -> None:
+    def __init__(self, address: str, *losses: tuple[str, MessageKind, int]) -> None:
         self._inner, self._losses = connect(address), set(losses)
-        self._seen: dict[tuple[str, Kind], int] = {}
+        self._seen: dict[tuple[str, MessageKind], int] = {}
         self.lost = 0
 
     def _passes(self, way: str, parts: Sequence[Buffer]) -> bool:

@@ -34,12 +34,12 @@ class Room:
             self._settle(part)
 
     def can_push(self, worker: int, part: int) -> bool:
-        member = self.clock.members[worker]
+        member = self.clock.workers[worker]
         step = min(member.due)
         return member.due[part] == step and all(self.clock.may_use(p, step) for p in range(PARTS))
 
     def push(self, worker: int, part: int) -> None:
-        step = self.clock.members[worker].due[part]
+        step = self.clock.workers[worker].due[part]
         assert self.clock.push(worker, part, step)
         assert (worker, part, step) not in self.counted
         self.counted.add((worker, part, step))
@@ -69,7 +69,7 @@ actions = st.lists(st.tuples(st.sampled_from(["join", "leave", "push"]), st.inte
 def test_any_order_of_joins_leaves_and_pushes(actions: list[Any], bound: int | None, phased: bool) -> None:
     room = Room(bound, phased)
     for action, which in actions:
-        members = list(room.clock.members)
+        members = list(room.clock.workers)
         if action == "join" and len(members) < 5:
             room.join()
         elif action == "leave" and members:
@@ -78,13 +78,13 @@ def test_any_order_of_joins_leaves_and_pushes(actions: list[Any], bound: int | N
             ready = [(w, p) for w in members for p in range(PARTS) if room.can_push(w, p)]
             if ready:
                 room.push(*ready[which % len(ready)])
-        if room.clock.members:  # no deadlock: somebody can always push
-            assert any(room.can_push(w, p) for w in room.clock.members for p in range(PARTS))
+        if room.clock.workers:  # no deadlock: somebody can always push
+            assert any(room.can_push(w, p) for w in room.clock.workers for p in range(PARTS))
     # Whoever is left reaches any step, and then everything that was counted of it has been applied.
-    goal = max((m.ahead for m in room.clock.members.values()), default=0) + 2
-    while room.clock.members and min(m.reached for m in room.clock.members.values()) < goal:
-        behind = min(room.clock.members, key=lambda w: room.clock.members[w].reached)
-        part = min(range(PARTS), key=lambda p: room.clock.members[behind].due[p])
+    goal = max((m.ahead for m in room.clock.workers.values()), default=0) + 2
+    while room.clock.workers and min(m.reached for m in room.clock.workers.values()) < goal:
+        behind = min(room.clock.workers, key=lambda w: room.clock.workers[w].reached)
+        part = min(range(PARTS), key=lambda p: room.clock.workers[behind].due[p])
         assert room.can_push(behind, part)
         room.push(behind, part)
     if bound is not None:

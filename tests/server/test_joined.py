@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.server.serving import Crew, serving
-from thinwire.server.checkpoint import Store, StoreError
+from thinwire.errors import ServerCheckpointError
+from thinwire.server.checkpoint import ServerCheckpoint
 from thinwire.server.layout import Layout
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
@@ -127,11 +128,11 @@ def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
     """Version 1 had a layer for every module: the numbers of parts mean something else."""
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    store, cut = Store(tmp_path), Layout.of(net, 0).cut
+    store, cut = ServerCheckpoint(tmp_path), Layout.of(net, 0).cut
     assert store.save(net, optimizer, cut, 3, {}, {})
     found = store.load(net, optimizer, cut)
     assert found is not None and found["step"] == 3
     state = torch.load(store.path, weights_only=True)
     torch.save({**state, "version": 1}, store.path)
-    with pytest.raises(StoreError, match="it has version 1, this thinwire reads 2"):
+    with pytest.raises(ServerCheckpointError, match="it has version 1, this thinwire reads version 3"):
         store.load(net, optimizer, cut)

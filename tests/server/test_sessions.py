@@ -15,8 +15,8 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
-from thinwire.server.client import ServerError
-from thinwire.server.protocol import Kind, Message, hello_of, parse, with_json
+from thinwire.errors import ServerError
+from thinwire.server.protocol import Message, MessageKind, hello_of, parse, with_json
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect
@@ -46,14 +46,14 @@ class Noting(Codec):
 
 
 LOSSES = {
-    "a push": ("out", Kind.PUSH, 7),
-    "the acknowledgement of a push that counted": ("in", Kind.ACK, 9),
-    "a pull": ("out", Kind.PULL, 20),
-    "a change": ("in", Kind.DELTA, 11),
-    "the full parameters": ("in", Kind.WHOLE, 2),
-    "a receipt": ("out", Kind.GOT, 9),
-    "a hello": ("out", Kind.HELLO, 1),
-    "a welcome": ("in", Kind.WELCOME, 1),
+    "a push": ("out", MessageKind.PUSH, 7),
+    "the acknowledgement of a push that counted": ("in", MessageKind.ACK, 9),
+    "a pull": ("out", MessageKind.PULL, 20),
+    "a change": ("in", MessageKind.DELTA, 11),
+    "the full parameters": ("in", MessageKind.FULL, 2),
+    "a receipt": ("out", MessageKind.RECEIVED, 9),
+    "a hello": ("out", MessageKind.HELLO, 1),
+    "a welcome": ("in", MessageKind.WELCOME, 1),
 }
 
 
@@ -84,7 +84,9 @@ def stranger(address: str, messages: list[Any]) -> list[Message]:
         for message in messages:
             connection.send(message.parts() if isinstance(message, Message) else message)
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not any(m.kind in (Kind.REFUSED, Kind.AGAIN) for m in heard):
+        while time.monotonic() < deadline and not any(
+            m.kind in (MessageKind.REFUSED, MessageKind.REJOIN) for m in heard
+        ):
             heard += [parse(parts) for parts in connection.poll(0.1)]
     finally:
         connection.close()
@@ -94,23 +96,23 @@ def stranger(address: str, messages: list[Any]) -> list[Message]:
 def admitted(address: str, model: nn.Module, recipe: str = "") -> tuple[Connection, int, int]:
     """A connection that is in: it, its session and its first step."""
     connection = connect(address)
-    connection.send(with_json(Kind.HELLO, **hello_of(model, recipe, None, "x")).parts())
+    connection.send(with_json(MessageKind.HELLO, **hello_of(model, recipe, None, "x")).parts())
     while True:
         for parts in connection.poll(1.0):
             message = parse(parts)
-            if message.kind is Kind.WELCOME:
+            if message.kind is MessageKind.WELCOME:
                 return connection, message.session, message.json["first"]
 
 
 BAD: dict[str, Callable[[int, int], Message]] = {
-    "header": lambda s, c: Message(Kind.PUSH, s, body=b"x" * 100, clock=c),
-    "layer": lambda s, c: Message(Kind.PUSH, s, layer=2**32 - 1, clock=c),
-    "clock": lambda s, c: Message(Kind.PUSH, s, clock=c + 5, body=good_frame()),
-    "pull": lambda s, c: Message(Kind.PULL, s, clock=c + 7),
-    "got": lambda s, c: Message(Kind.GOT, s, number=10**12),
-    "kind": lambda s, c: Message(Kind.ACK, s),
-    "figures": lambda s, c: Message(Kind.BEAT, s, body=b'{"step": 1' + b"0" * 400 + b"}"),
-    "buffers": lambda s, c: Message(Kind.BUFFERS, s, body=b"123"),
+    "header": lambda s, c: Message(MessageKind.PUSH, s, body=b"x" * 100, clock=c),
+    "layer": lambda s, c: Message(MessageKind.PUSH, s, layer=2**32 - 1, clock=c),
+    "clock": lambda s, c: Message(MessageKind.PUSH, s, clock=c + 5, body=good_frame()),
+    "pull": lambda s, c: Message(MessageKind.PULL, s, clock=c + 7),
+    "got": lambda s, c: Message(MessageKind.RECEIVED, s, number=10**12),
+    "kind": lambda s, c: Message(MessageKind.ACK, s),
+    "figures": lambda s, c: Message(MessageKind.HEARTBEAT, s, body=b'{"step": 1' + b"0" * 400 + b"}"),
+    "buffers": lambda s, c: Message(MessageKind.BUFFERS, s, body=b"123"),
 }
 
 
@@ -126,21 +128,21 @@ def test_nonsense_drops_its_sender_and_never_the_server(caplog: pytest.LogCaptur
     with serving(server) as address, caplog.at_level(logging.WARNING):
         noise = [[os.urandom(36)], [b""], [os.urandom(36)] * 3, [b"TWPS" + bytes(32)]]
         for parts in noise:
-            assert stranger(address, [parts])[-1].kind is Kind.REFUSED
-        assert stranger(address, [Message(Kind.PUSH, 12345)])[-1].kind is Kind.AGAIN
+            assert stranger(address, [parts])[-1].kind is MessageKind.REFUSED
+        assert stranger(address, [Message(MessageKind.PUSH, 12345)])[-1].kind is MessageKind.REJOIN
         for what, bad in BAD.items():
             connection, session, first = admitted(address, Ones())
             connection.send(bad(session, first).parts())
             heard: list[Message] = []
             deadline = time.monotonic() + 20
-            while not any(m.kind is Kind.REFUSED for m in heard) and time.monotonic() < deadline:
+            while not any(m.kind is MessageKind.REFUSED for m in heard) and time.monotonic() < deadline:
                 heard += [parse(parts) for parts in connection.poll(0.1)]
-            assert any(m.kind is Kind.REFUSED for m in heard), what
+            assert any(m.kind is MessageKind.REFUSED for m in heard), what
             connection.close()
         # A member that sends noise is out as well, and not a stranger.
         connection, _, _ = admitted(address, Ones())
         connection.send([os.urandom(36)])
-        while server.members.active:
+        while server.membership.active:
             time.sleep(0.01)
         connection.close()
         with Worker(address, model := Ones(), "dense") as worker:
@@ -149,8 +151,8 @@ def test_nonsense_drops_its_sender_and_never_the_server(caplog: pytest.LogCaptur
                 worker.step()
             worker.wait()
     assert {float(-p.detach().max()) for p in server.model.parameters()} == {3.0}
-    assert "a stranger is refused: this is not a message of thinwire's" in caplog.text
-    assert "worker 0 (x) is refused: there is no part 0 of a layer 4294967295" in caplog.text
+    assert "the server refuses a message of an unknown peer: this is not a message of thinwire's" in caplog.text
+    assert "the server refuses a message of worker 0 (x): there is no part 0 of a layer 4294967295" in caplog.text
 
 
 def test_a_worker_with_another_recipe_or_model_is_refused_by_name() -> None:
@@ -195,12 +197,12 @@ def test_twenty_joins_and_leaves_and_everybody_hears_of_the_end() -> None:
         for i in range(20):
             train_ones(address, steps=1 + i % 3)
         late = crew.start(train_ones, address)
-        while server.members.joined < 23:
+        while server.membership.joined < 23:
             time.sleep(0.01)
         server.stop("target")
         late.join(30)
         crew.join()
-    assert server.members.joined == 23
+    assert server.membership.joined == 23
     counts = {int(-value) for p in server.model.parameters() for value in p.detach().view(-1)}
     assert min(counts) >= 2 * 20  # each of the twenty had company
 
@@ -242,12 +244,12 @@ def test_train_helper_still_learns_after_a_lost_session() -> None:
     """The server forgets a worker at step 5; it comes back by itself."""
 
     def forget(server: Server) -> None:
-        if server.clock.step == 5 and server.members.joined == 1:
-            server._attendance.leave(next(iter(server.members.active.values())), stays=True)
+        if server.clock.step == 5 and server.membership.joined == 1:
+            server.membership.leave(next(iter(server.membership.active.values())), keep_connection=True)
 
     model = small_net()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.4), codec=0.2, on_step=forget)
     with serving(server, max_steps=12) as address:
         train(address, 0, codec=0.2)
-    assert server.members.joined == 2
+    assert server.membership.joined == 2
     assert server.clock.step == 12

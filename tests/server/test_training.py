@@ -111,11 +111,11 @@ def test_worker_and_server_differ_by_what_the_server_holds_back() -> None:
             crew.start(work, slot)
         meeting.wait(60)
         held = 0
-        for member in server.members.active.values():
+        for member in server.membership.active.values():
             names = dict(workers[member.slot].named_parameters())
             for layer, part in server.layout.places():
                 pieces = server.layout.layers[layer].parts[part]
-                for piece, missing in zip(pieces, server.views.held_back(member.session, layer, part), strict=True):
+                for piece, missing in zip(pieces, server.replicas.residual(member.session, layer, part), strict=True):
                     mine = dict(model.named_parameters())[piece.parameter].detach().view(-1)[piece.begin : piece.end]
                     theirs = names[piece.parameter].detach().view(-1)[piece.begin : piece.end]
                     assert torch.equal(mine - theirs, missing)
@@ -165,7 +165,7 @@ def test_the_last_step_before_a_worker_leaves_counts(transport: str) -> None:
     with serving(server, transport=transport) as address:
         train(address, 0, codec=DENSE, steps=5)
         deadline = time.monotonic() + 20
-        while server.members.active and time.monotonic() < deadline:
+        while server.membership.active and time.monotonic() < deadline:
             time.sleep(0.01)
         assert set(server.clock.lowest) == {5}
     assert same_bits(server.model, reference(1, 5, "mean"))
@@ -181,4 +181,4 @@ def test_who_is_slower_and_goes_on_is_not_thrown_out() -> None:
                 lambda slot=slot: train(address, slot, codec=DENSE, each=lambda worker: time.sleep(0.05 if slot else 0))
             )
         crew.join()
-    assert server.members.left == 0
+    assert server.membership.left == 0

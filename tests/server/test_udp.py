@@ -17,7 +17,7 @@ from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
 from thinwire.errors import TransportError
 from thinwire.server.membership import Member
-from thinwire.server.replicas import LossyViews
+from thinwire.server.replicas import LossyReplicas
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.tools.race.served import check_terms
@@ -57,17 +57,17 @@ def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.Mon
             crew.start(lambda slot=slot: workers.append(train(address, slot, codec=0.2)))
         crew.join()
     assert accuracy(server.model) > 0.6  # a guess is right in 25 % of cases; which datagrams are lost is chance
-    assert all((worker._courier.pushes.restored > 0) == (on_loss == "restore") for worker in workers)
+    assert all((worker._client.pushes.restored > 0) == (on_loss == "restore") for worker in workers)
 
 
 def assert_agreed(server: Server, member: Member, net: nn.Module) -> None:
     """The server's view of a worker is its model bit for bit, but for what it is owed."""
-    assert isinstance(server.views, LossyViews)
+    assert isinstance(server.replicas, LossyReplicas)
     own, theirs = dict(server.model.named_parameters()), dict(net.named_parameters())
     for layer, part in server.layout.places():
         pieces = server.layout.layers[layer].parts[part]
-        owed = server.views.owed(member.session, layer, part)
-        all_missing = server.views.held_back(member.session, layer, part)
+        owed = server.replicas.lost_entries(member.session, layer, part)
+        all_missing = server.replicas.residual(member.session, layer, part)
         for tensor, (piece, missing) in enumerate(zip(pieces, all_missing, strict=True)):
             ours = own[piece.parameter].detach().view(-1)[piece.begin : piece.end]
             view = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]
@@ -110,12 +110,12 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
         meeting.wait(200)
         # The last parts are there, the reports of what arrived of them may still be under way.
         deadline = time.monotonic() + 60
-        while any(m.pool.under_way for m in server.members.active.values()) or any(
-            w._courier.pushes.unacknowledged for w in workers.values()
+        while any(m.pool.in_flight for m in server.membership.active.values()) or any(
+            w._client.pushes.unacknowledged for w in workers.values()
         ):
             assert time.monotonic() < deadline, "reports of what arrived are missing"
             time.sleep(0.02)
-        for member in server.members.active.values():
+        for member in server.membership.active.values():
             assert_agreed(server, member, workers[member.slot].model)
             figures = server.listener_figures(member)
             assert figures["datagrams_lost"] > 100 and figures["datagrams_missing"] > 100
@@ -160,7 +160,7 @@ def test_a_report_that_is_lost_with_a_connection_ends_the_session_and_nothing_el
         for slot in range(2):
             crew.start(lambda slot=slot: train(address, slot))
         crew.join()
-    assert lost and server.members.left >= 1 and server.clock.step >= 60
+    assert lost and server.membership.left >= 1 and server.clock.step >= 60
 
 
 def test_words_of_the_command_line() -> None:

@@ -13,7 +13,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits
 from thinwire.server.layout import Layout, flat
-from thinwire.server.replicas import Arrived, LossyViews, Views, take_delta, take_whole
+from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas, add_delta, write_full
 from thinwire.transport.udp.recovery import pack
 
 events = st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 3)), max_size=60)
@@ -27,21 +27,21 @@ def test_workers_have_what_their_nodes_say(events: list[tuple[str, int]], seed: 
     torch.manual_seed(seed)
     layout = Layout.of(nn.Linear(60, 30, bias=False), 0)
     model = [torch.randn(1800)]
-    views = Views(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100))
+    replicas = Replicas(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100))
     workers: dict[int, list[Tensor]] = {}
     for event, who in events:
         if event == "change":
             model[0] += torch.randn(1800)
-            views.changed(0, 0)
+            replicas.changed(0, 0)
         elif event == "forget":
-            views.forget(who)
+            replicas.forget(who)
             workers.pop(who, None)
         else:
-            answer = views.answer(who, 0, 0, whole=who not in workers)
+            answer = replicas.reply(who, 0, 0, full=who not in workers)
             mine = workers.setdefault(who, [torch.zeros(1800)])
-            (take_whole if answer.whole else take_delta)(answer.body, mine)
+            (write_full if answer.full else add_delta)(answer.body, mine)
         for each, values in workers.items():
-            assert torch.equal(model[0] - values[0], views.held_back(each, 0, 0)[0])
+            assert torch.equal(model[0] - values[0], replicas.residual(each, 0, 0)[0])
 
 
 @settings(max_examples=60)
@@ -54,26 +54,26 @@ def test_what_a_worker_lost_it_gets_exactly(events: list[tuple[str, int]], seed:
     torch.manual_seed(seed)
     model = [torch.randn(1800), torch.randn(40)]
     layout = Layout.of(nn.Linear(45, 40), 0)
-    views = LossyViews.of(Views(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100)), 220)
+    replicas = LossyReplicas(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100), budget=220)
     chance, workers = random.Random(seed), dict[int, list[Tensor]]()
 
     def pull(who: int, loss: float) -> None:
-        answer = views.answer(who, 0, 0, whole=who not in workers)
+        answer = replicas.reply(who, 0, 0, full=who not in workers)
         mine = workers.setdefault(who, [torch.zeros(1800), torch.zeros(40)])
-        if answer.whole:
-            take_whole(answer.body, mine)
+        if answer.full:
+            write_full(answer.body, mine)
             return
-        views.under_way(who, 0, 0, b"peer", who)
+        replicas.sent(who, 0, 0, b"peer", who)
         lost = frozenset(i for i in range(len(answer.shards)) if chance.random() < loss)
         pieces = [(i, shard) for i, shard in enumerate(answer.shards) if i not in lost]
-        Arrived(pack(len(answer.shards), answer.size, pieces), [1800, 40], exact=True).add_to(mine)
-        views.settle(b"peer", who, lost)
+        ReceivedShards(pack(len(answer.shards), answer.size, pieces), [1800, 40], exact=True).add_to(mine)
+        replicas.settle(b"peer", who, lost)
 
     def check(owed: bool) -> None:
         for each, values in workers.items():
-            due = views.owed(each, 0, 0)
+            due = replicas.lost_entries(each, 0, 0)
             assert owed or not due
-            for tensor, held in enumerate(views.held_back(each, 0, 0)):
+            for tensor, held in enumerate(replicas.residual(each, 0, 0)):
                 agreed = torch.ones(len(held), dtype=torch.bool)
                 agreed[due.get(tensor, torch.tensor([], dtype=torch.int64))] = False
                 assert torch.equal((model[tensor] - values[tensor])[agreed], held[agreed])
@@ -82,9 +82,9 @@ def test_what_a_worker_lost_it_gets_exactly(events: list[tuple[str, int]], seed:
         if event == "change":
             for values in model:
                 values += torch.randn(len(values))
-            views.changed(0, 0)
+            replicas.changed(0, 0)
         elif event == "forget":
-            views.forget(who)
+            replicas.forget(who)
             workers.pop(who, None)
         else:
             pull(who, 0.4)
@@ -97,14 +97,14 @@ def test_what_a_worker_lost_it_gets_exactly(events: list[tuple[str, int]], seed:
 def test_workers_in_step_share_one_delta_and_old_ones_are_let_go() -> None:
     layout = Layout.of(nn.Linear(60, 30, bias=False), 0)
     model = [torch.randn(1800)]
-    views = Views(layout, [[model]], Codec(0.1))
+    replicas = Replicas(layout, [[model]], Codec(0.1))
     for who in range(3):
-        views.answer(who, 0, 0, whole=True)
-    slow = views._at[0, 0][2]
+        replicas.reply(who, 0, 0, full=True)
+    slow = replicas._at[0, 0][2]
     for _ in range(5):  # the third does not pull
         model[0] += torch.randn(1800)
-        views.changed(0, 0)
-        first, second = (views.answer(who, 0, 0, whole=False) for who in range(2))
+        replicas.changed(0, 0)
+        first, second = (replicas.reply(who, 0, 0, full=False) for who in range(2))
         assert first.body is second.body
     chain, node = 0, slow
     while node.delta is not None:
