@@ -3,15 +3,17 @@
 The model's gradient is one everywhere and is summed with a rate of one: parameters count what was counted.
 """
 
+import contextlib
 import json
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,9 +32,10 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def serve(say: Say, spec: dict[str, Any]) -> None:
-    """The server; `spec` adds to its options: address, stop (steps, joins), kill (step)."""
+    """Run a server; `spec` adds to its options: address, stop (steps, joins), kill (step), watch (say waits)."""
     torch.set_num_threads(1)
     address, stop, kill = spec.pop("address"), spec.pop("stop"), spec.pop("kill", None)
+    watch = spec.pop("watch", False)
     spec["checkpoint"] = Path(spec["checkpoint"]) if spec.get("checkpoint") else None
     model, accepted = Ones(), []
 
@@ -57,9 +60,19 @@ def serve(say: Say, spec: dict[str, Any]) -> None:
     server.clock.push = noted  # type: ignore[method-assign]
     listener = listen(address, insecure=True)
     say({"address": listener.address, "resumed": server.clock.step, "start": counts(server)})
+    if watch:
+        threading.Thread(target=_say_waiting, args=(say, server), daemon=True).start()
     reason = server.run(listener)
     said = {"end": reason, "counts": counts(server), "accepted": accepted, "lowest": server.clock.lowest}
     say({**said, "joined": server.membership.joined, "left": server.membership.left})
+
+
+def _say_waiting(say: Say, server: Server) -> None:
+    while server.stopped is None:
+        waiting = server.waiting()
+        if waiting is not None:
+            say({"waiting": waiting.what, "seconds": waiting.seconds})
+        time.sleep(0.1)
 
 
 def counts(server: Server) -> list[list[float]]:
@@ -73,7 +86,8 @@ def work(say: Say, spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     where, at, number = spec.get("fault", ("", -1, 0))
     model = Ones()
-    named = {"slot": spec["slot"], "recipe": spec.get("recipe", "")}
+    named: dict[str, Any] = {"slot": spec["slot"], "recipe": spec.get("recipe", ""), "name": spec.get("name")}
+    named["on_wait"] = lambda waiting: say({"waiting": waiting.what, "seconds": waiting.seconds})
     with Worker(spec["address"], model, "dense", patience=60.0, **named) as worker:
         acked: list[tuple[int, int]] = []
         on_ack = worker._client._on_ack
@@ -140,29 +154,45 @@ class Party:
 
 def _run(role: Callable[[Say, dict[str, Any]], None], pipe: Connection, spec: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    role(pipe.send, spec)
+    lock = threading.Lock()
+
+    def say(said: dict[str, Any]) -> None:
+        with lock:
+            pipe.send(said)
+
+    role(say, spec)
 
 
 class Guest:
-    """One process."""
+    """One process, and what it says."""
 
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
-        self.process, self._pipe = process, pipe
+        self.process = process
+        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
+        # Read all the time: a pipe that is full after a few hundred messages would stop the process.
+        threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
+
+    def _read(self, pipe: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._said.put(pipe.recv())
 
     def hears(self, wanted: Callable[[dict[str, Any]], Any], seconds: float = 60.0) -> dict[str, Any]:
-        """What it says, up to the first thing that is wanted."""
+        """Return the first thing that is wanted of what the process says; what it said before is dropped."""
         deadline = time.monotonic() + seconds
-        while self._pipe.poll(max(0.0, deadline - time.monotonic())):
-            said: dict[str, Any] = self._pipe.recv()
-            if wanted(said):
-                return said
+        with contextlib.suppress(queue.Empty):
+            while True:
+                said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
+                if wanted(said):
+                    return said
         raise AssertionError("it was not said in time")
 
     def end(self) -> dict[str, Any]:
+        """Return the last thing that the process says."""
         return self.hears(lambda said: "end" in said or "stopped" in said)
 
 
-@contextmanager
+@contextlib.contextmanager
 def party() -> Iterator[Party]:
     made = Party()
     try:
