@@ -127,7 +127,7 @@ class Aggregator:
         if unsupported:
             raise ValueError(f"the server keeps its model in float32 on the CPU: {unsupported[0]} is not")
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missing = [name for name, _ in layout.shapes if id(parameters[name]) not in owned]
+        missing = [name for name, p in parameters.items() if id(p) not in owned]
         if missing:
             raise ValueError(f"the optimizer does not hold {missing[0]}: give it all parameters of the model")
         self._optimizer, self._reduce = optimizer, reduce

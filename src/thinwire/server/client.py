@@ -224,17 +224,17 @@ class PushQueue:
         tensors = self._parameters.gradients(pieces, gradients)
         hold = [piece.name for piece in pieces if piece.parameter not in gradients]
         message = Message(MessageKind.PUSH, session.number, layer, part, clock)
-        began, budget = time.perf_counter(), self._server.connection.piece_bytes
+        budget = self._server.connection.piece_bytes
         if budget is None:
             frame = self.codec.encode(tensors, step=clock, hold=hold)
-            self._timings.encoded(clock, time.perf_counter() - began, sum(frame.counts))
+            self._timings.sent(clock, sum(frame.counts))
             body = frame.data.numpy().data
             session.pool.sent(request, len(body))
             self.unacknowledged[layer, part, clock] = frame
             self._server.send(replace(message, body=body), session)
         else:
             sent, entries = SentShards.encode(self.codec, tensors, budget, step=clock, hold=hold)
-            self._timings.encoded(clock, time.perf_counter() - began, entries)
+            self._timings.sent(clock, entries)
             session.pool.sent(request, sent.size)
             self.unacknowledged[layer, part, clock] = sent
             self._send_shards(session, message, sent)
@@ -305,11 +305,11 @@ class Client:
         on_wait: OnWait | None = None,
     ) -> None:
         self._thread = threading.Thread(target=self._run, name="thinwire-worker", daemon=True)
-        self._server, self._model = ServerConnection(connection, address), model
+        self.server, self._model = ServerConnection(connection, address), model
         self.parameters, self.timings = LocalParameters(model), WorkerTimings()
         self._has_codec = codec is not None  # otherwise the server chooses it
-        self.pushes = PushQueue(codec or Codec(), self.parameters, self.timings, self._server)
-        self.state = SessionState(self._server, on_wait)
+        self.pushes = PushQueue(codec or Codec(), self.parameters, self.timings, self.server)
+        self.state = SessionState(self.server, on_wait)
         self._buffers = Buffers(model)
         connection.on_report = self._on_report
         self._hello = {**hello_of(model, recipe, slot, name), "shards": connection.piece_bytes is not None}
@@ -336,26 +336,16 @@ class Client:
         """Send figures of a step to the server."""
         self._submit(lambda: self._report(figures))
 
-    def losses(self) -> dict[str, float]:
-        """Return the datagrams sent and lost so far, and the magnitudes that were added to the residual for them."""
-        figures = self._server.connection.figures()
-        sent, lost = (int(figures.get(name, 0)) for name in ("datagrams_sent", "datagrams_lost"))
-        return {"datagrams": sent, "datagrams_lost": lost, "restored": self.pushes.restored}
-
-    def traffic(self) -> tuple[int, int]:
-        """Return the bytes sent and received so far."""
-        return self._server.sent, self._server.received
-
     def leave(self) -> None:
         """Leave the training and end the thread."""
         self._ending = True
-        self._server.connection.wake()
+        self.server.connection.wake()
         if self._thread.ident is not None:
             self._thread.join(10.0)
 
     def _submit(self, job: Callable[[], None]) -> None:
         self._jobs.append(job)
-        self._server.connection.wake()
+        self.server.connection.wake()
 
     # The client's thread
 
@@ -370,7 +360,7 @@ class Client:
         except Exception as error:
             self.state.fail(error)
         finally:
-            self._server.connection.close()
+            self.server.connection.close()
             self.state.close()
 
     def _has_unfinished_pushes(self) -> bool:
@@ -385,20 +375,20 @@ class Client:
             if time.monotonic() - self._hello_sent > _HELLO_EVERY and self.state.stopped is None:
                 self._hello_sent = time.monotonic()
                 self._send(with_json(MessageKind.HELLO, **self._hello))
-        elif self.state.stopped is None and self._server.heartbeat_is_due(session.timeout / 4):
+        elif self.state.stopped is None and self.server.heartbeat_is_due(session.timeout / 4):
             self._send(Message(MessageKind.HEARTBEAT, session.number))
         while self._jobs:
             self._jobs.popleft()()
         self._flush()
         pause = 0.2 if self.state.session is None else min(0.5, self.state.session.timeout / 8)
-        for message in self._server.poll(0.0 if self._jobs else pause):
+        for message in self.server.poll(0.0 if self._jobs else pause):
             self._handle(message)
         if self._unreported and self.state.session is not None:  # one message for all replies that came together
             self._send(Message(MessageKind.RECEIVED, self.state.session.number, number=self._unreported))
         self._unreported = 0
 
     def _send(self, message: Message) -> None:
-        self._server.send(message, self.state.session)
+        self.server.send(message, self.state.session)
 
     def _send_leave(self) -> None:
         self._send(Message(MessageKind.LEAVE, self.state.session.number if self.state.session is not None else 0))
@@ -487,7 +477,7 @@ class Client:
         if layer >= len(session.arrived) or part >= len(session.arrived[layer]):
             raise MessageError(f"the server sent a part {part} of a layer {layer}, which does not exist")
         self.timings.replied(message.clock)
-        full, lossy = message.kind is MessageKind.FULL, self._server.connection.piece_bytes is not None
+        full, lossy = message.kind is MessageKind.FULL, self.server.connection.piece_bytes is not None
         self._unreported += self.parameters.update(session.layout, layer, part, message.body, full=full, lossy=lossy)
         self.state.arrive(session, message, self.timings)
 

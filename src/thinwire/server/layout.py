@@ -71,7 +71,6 @@ class Layout:
     """All layers of a model, in the order of its modules, which is assumed to be the order of use."""
 
     layers: tuple[Layer, ...]
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
     cut: int
 
     @classmethod
@@ -94,8 +93,7 @@ class Layout:
         largest = max((layer for layer in layers), key=lambda layer: max(map(_elements, layer.parts)))
         if max(map(_elements, largest.parts)) > MOST_ELEMENTS:
             raise ValueError(f"the layer {largest.name} is too large for a message: cut it in smaller parts")
-        shapes = tuple((n, tuple(p.shape)) for tensors in owned.values() for n, p in tensors)
-        return cls(layers, shapes, cut)
+        return cls(layers, cut)
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Return (layer, part) of all parts, in order."""

@@ -66,15 +66,7 @@ class MessageKind(IntEnum):
     BUFFERS = 14  # both: the buffers of the sender's model; without a body: asks for the receiver's
 
 
-_WITH_JSON = {
-    MessageKind.HELLO,
-    MessageKind.WELCOME,
-    MessageKind.REFUSED,
-    MessageKind.REJOIN,
-    MessageKind.HEARTBEAT,
-    MessageKind.STOP,
-}
-_WITH_BYTES = {MessageKind.PUSH, MessageKind.DELTA, MessageKind.FULL, MessageKind.ACK, MessageKind.BUFFERS}
+_WITHOUT_BODY = {MessageKind.PULL, MessageKind.RECEIVED, MessageKind.LEAVE}
 # These begin or end a session. They are valid even if messages before them were lost, so they are not numbered.
 UNCOUNTED = {
     MessageKind.HELLO,
@@ -163,7 +155,7 @@ def parse(parts: Sequence[Buffer]) -> Message:
         raise MessageError(f"there is no message of kind {kind}") from None
     if clock > MOST_CLOCK:
         raise MessageError(f"step {clock} is beyond the largest possible step")
-    if len(parts) == 2 and known not in _WITH_JSON | _WITH_BYTES:
+    if len(parts) == 2 and known in _WITHOUT_BODY:
         raise MessageError(f"a {known.name} message has no body")
     return Message(known, session, layer, part, clock, number, parts[1] if len(parts) == 2 else b"", count)
 
@@ -267,7 +259,7 @@ class Session:
         except ValueError as error:
             raise MessageError(f"the server's terms are invalid: {error}") from error
         self.known = Staleness.at_start(len(self.layout.layers), 1)
-        self.pool = Pool(policy.name, self.known, field(terms, "window", int, 1))
+        self.pool = Pool(policy, self.known, field(terms, "window", int, 1))
         self.accepted_steps: list[int] | None = terms.get("accepted_steps")
         if self.accepted_steps is not None and (
             not isinstance(self.accepted_steps, list) or not all(type(n) is int for n in self.accepted_steps)

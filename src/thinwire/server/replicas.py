@@ -8,7 +8,6 @@ the worker writes over its own, so that both agree again.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +21,19 @@ from thinwire.server.layout import Layout, Piece, flat, trained
 from thinwire.transport.base import Buffer, Peer
 from thinwire.transport.udp.recovery import unpack
 
-OnLoss = Literal["restore", "ignore"]
 # The only shard of a message whose tensors are not finite. It is not a valid shard, and it is sent reliably.
 NON_FINITE = b"\xff" * 4
 
 Place = tuple[int, int]  # layer and part
+PartValues = Sequence[Sequence[Sequence[Tensor]]]  # by layer, part and piece
 LostEntries = dict[int, Tensor]  # by tensor of a part: positions, ascending
 
 
-def check_on_loss(name: str) -> OnLoss:
-    """Return what workers do about lost shards of a gradient; ValueError if there is no such choice."""
-    if name == "restore":
-        return "restore"
-    if name == "ignore":
-        return "ignore"
-    raise ValueError(f'on-loss is "restore" or "ignore", not {name!r}')
+def check_on_loss(name: str) -> str:
+    """Return what workers do with lost shards of a gradient; ValueError if there is no such choice."""
+    if name not in ("restore", "ignore"):
+        raise ValueError(f'on-loss is "restore" or "ignore", not {name!r}')
+    return name
 
 
 class ReceivedShards:
@@ -129,9 +126,7 @@ class PullReply:
 class Replicas:
     """The replicas of all parts at all workers. Without a codec every reply is the parameters in full."""
 
-    def __init__(
-        self, layout: Layout, values: Sequence[Sequence[Sequence[Tensor]]], codec: Codec | None, start: int = 0
-    ) -> None:
+    def __init__(self, layout: Layout, values: PartValues, codec: Codec | None, start: int = 0) -> None:
         self._layout, self._values = layout, values
         # The difference between the model and a replica already contains what was not sent: a residual of the codec's
         # own would count it twice.
@@ -279,15 +274,7 @@ class _DeltaInFlight:
 class LossyReplicas(Replicas):
     """Replicas whose deltas are sent as shards of at most `budget` bytes, any of which may be lost."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        values: Sequence[Sequence[Sequence[Tensor]]],
-        codec: Codec | None,
-        start: int = 0,
-        *,
-        budget: int,
-    ) -> None:
+    def __init__(self, layout: Layout, values: PartValues, codec: Codec | None, start: int = 0, *, budget: int) -> None:
         super().__init__(layout, values, codec, start)
         self._budget = budget
         self._in_flight: dict[tuple[int, Place], _DeltaInFlight] = {}

@@ -3,10 +3,10 @@
 A pool has no thread, lock or clock. Its owner calls it from one thread.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -34,71 +34,37 @@ class Staleness:
         return cls([0] * layers, [workers] * layers, [0] * layers)
 
 
-class Policy(ABC):
-    """An order of layers. With every policy the requests of one layer stay in the order in which they were made.
+# The request with the smallest key goes first. The second argument counts the requests that the pool was given before.
+# Requests of one layer stay in the order in which they were made, with every policy: a pull that overtook the push of
+# its own layer would bring parameters that lack that push.
+Policy = Callable[[Request, int, Staleness], tuple[int, ...]]
 
-    A pull that overtook the push of its own layer would bring parameters that lack that push.
+
+def _stalest(request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
+    """Pull the layer whose parameters here are stalest; push the layer that raises the lowest step of all workers.
+
+    Pulls come before pushes: a pull takes a few bytes, and a layer's next pull is made after its next push.
     """
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def key(self, request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
-        """Return a sort key; the smallest goes first. `arrival` counts the requests that the pool was given."""
-
-
-class Fifo(Policy):
-    """First in, first out."""
-
-    name = "fifo"
-
-    def key(self, request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
-        """The oldest request has the smallest key."""
-        return (arrival,)
+    layer = request.layer
+    if request.kind == "pull":
+        return (0, known.here[layer], layer)
+    raises = known.holders[layer] == 1 and request.clock == known.lowest[layer]
+    return (1, not raises, known.lowest[layer], layer)
 
 
-class Filo(Policy):
-    """Last in, first out. An early request may starve: it waits as long as newer ones come."""
-
-    name = "filo"
-
-    def key(self, request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
-        """The newest request has the smallest key."""
-        return (-arrival,)
+POLICIES: dict[str, Policy] = {
+    "fifo": lambda request, arrival, known: (arrival,),
+    "filo": lambda request, arrival, known: (-arrival,),  # an early request waits as long as newer ones come
+    "stalest": _stalest,
+    "forward": lambda request, arrival, known: (request.layer,),  # the order in which the next forward pass uses layers
+}
 
 
-class Forward(Policy):
-    """In the order in which the next forward pass uses the layers."""
-
-    name = "forward"
-
-    def key(self, request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
-        """The lowest layer has the smallest key."""
-        return (request.layer,)
-
-
-class Stalest(Policy):
-    """Pull the layer whose parameters here are stalest; push the layer that raises the lowest step of all workers."""
-
-    name = "stalest"
-
-    def key(self, request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
-        """Pulls come before pushes: a pull takes a few bytes, and a layer's next pull is made after its next push."""
-        layer = request.layer
-        if request.kind == "pull":
-            return (0, known.here[layer], layer)
-        raises = known.holders[layer] == 1 and request.clock == known.lowest[layer]
-        return (1, not raises, known.lowest[layer], layer)
-
-
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Fifo(), Filo(), Stalest(), Forward())}
-
-
-def check_policy(name: str) -> Policy:
-    """Return the policy of that name; ValueError lists those that exist."""
+def check_policy(name: str) -> str:
+    """Return the name of a policy; ValueError lists those that exist."""
     if name not in POLICIES:
         raise ValueError(f"the policy '{name}' is unknown; choose one of {', '.join(POLICIES)}.")
-    return POLICIES[name]
+    return name
 
 
 class Pool:
@@ -111,7 +77,7 @@ class Pool:
         if window < 1:
             raise ValueError(f"the window must be at least 1 byte, not {window}.")
         self.known, self.window, self.in_flight = known, window, 0
-        self._policy = check_policy(policy)
+        self._policy = POLICIES[check_policy(policy)]
         self._arrivals = 0
         # One queue per layer. Only its first request can be next, so that `next` compares layers and not parts.
         self._queues: dict[int, deque[tuple[int, Request]]] = {}
@@ -153,4 +119,4 @@ class Pool:
 
     def _rank(self, queue: deque[tuple[int, Request]]) -> tuple[tuple[int, ...], int]:
         arrival, request = queue[0]
-        return self._policy.key(request, arrival, self.known), arrival
+        return self._policy(request, arrival, self.known), arrival

@@ -17,8 +17,7 @@ class StepTimes:
     synchronise: float = 0.0
     compute: float = 0.0
     aggregate: float = 0.0
-    encode: float = 0.0
-    kept: int = 0  # entries that were sent for the step before
+    sent_entries: int = 0  # for the step before
     began: float = 0.0  # the gradients of the step before were computed
     ready: float = 0.0  # the last wait for parameters ended
     computed: float = 0.0  # the backward pass ended
@@ -32,18 +31,17 @@ class WorkerTimings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._first_reply: dict[int, float] = {}
-        self._encoded: dict[int, tuple[float, int]] = {}  # by step: seconds, and entries that were sent
+        self._sent_entries: dict[int, int] = {}  # by step
         self._staleness: dict[int, dict[int, int]] = {}
         self.keep = False  # whether to keep the events below, for profiles
         self.ready: list[Event] = []  # a layer's gradients were computed
         self.pushes: list[Event] = []
         self.acks: list[Event] = []
 
-    def encoded(self, clock: int, seconds: float, entries: int) -> None:
-        """Note that encoding some of a step's gradients took so long."""
+    def sent(self, clock: int, entries: int) -> None:
+        """Note that so many entries of a step's gradients were sent."""
         with self._lock:
-            before = self._encoded.get(clock, (0.0, 0))
-            self._encoded[clock] = before[0] + seconds, before[1] + entries
+            self._sent_entries[clock] = self._sent_entries.get(clock, 0) + entries
 
     def replied(self, clock: int) -> None:
         """Note that the server has sent some of the parameters for a step."""
@@ -71,10 +69,10 @@ class WorkerTimings:
     def close_step(self, times: StepTimes, clock: int) -> None:
         """Add how stale the layers were, and what was sent for the step before; this one's may still be on its way."""
         with self._lock:
-            done = [c for c in self._encoded if c < clock]
-            times.encode, times.kept = self._encoded[max(done)] if done else (0.0, 0)
+            done = [c for c in self._sent_entries if c < clock]
+            times.sent_entries = self._sent_entries[max(done)] if done else 0
             for old in done:
-                del self._encoded[old]
+                del self._sent_entries[old]
             times.staleness = self._staleness.pop(clock, {})
             for old in [c for c in self._staleness if c < clock - 8]:
                 del self._staleness[old]

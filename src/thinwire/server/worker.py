@@ -185,14 +185,16 @@ class Worker:
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received so far."""
-        return self._client.traffic()
+        return self._client.server.sent, self._client.server.received
 
     def losses(self) -> dict[str, float]:
         """Return the datagrams sent and lost so far, and the magnitudes that were added to the residual for them.
 
         All are 0 with transports that lose nothing.
         """
-        return self._client.losses()
+        figures = self._client.server.connection.figures()
+        sent, lost = (int(figures.get(name, 0)) for name in ("datagrams_sent", "datagrams_lost"))
+        return {"datagrams": sent, "datagrams_lost": lost, "restored": self._client.pushes.restored}
 
     def close(self) -> None:
         """Leave the training; the model stays as it is."""

@@ -214,7 +214,7 @@ def _figures(
         "apply": 0.0,
         "aggregate": times.aggregate,
         "synchronise": times.synchronise,
-        "density": times.kept / total,
+        "density": times.sent_entries / total,
         "bytes_sent": traffic[0] - before[0],
         "bytes_received": traffic[1] - before[1],
         "waits": [round(times.waits.get(i, 0.0), 6) for i in layers],
