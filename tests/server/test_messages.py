@@ -1,4 +1,4 @@
-"""Messages: what was said is understood, and bytes that nobody said are refused and nothing else."""
+"""Messages: valid ones are read as they were sent, and anything else raises MessageError."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ u32 = st.integers(0, 2**32 - 1)
 
 
 @given(with_bytes, u32, u32, u32, st.integers(0, 2**48), st.integers(0, 2**64 - 1), st.binary(), st.integers(0, 65535))
-def test_round_trip(
+def test_messages_round_trip(
     kind: MessageKind, session: int, layer: int, part: int, clock: int, number: int, body: bytes, n: int
 ) -> None:
     message = Message(kind, session, layer, part, clock, number, body, n)
@@ -38,7 +38,7 @@ def test_round_trip(
 
 @settings(max_examples=300)
 @given(st.lists(st.binary(max_size=64), max_size=4), st.binary(min_size=30, max_size=30), st.integers(0, 40))
-def test_random_bytes_are_refused_and_nothing_else(parts: list[bytes], tail: bytes, cut: int) -> None:
+def test_random_bytes_raise_nothing_but_message_errors(parts: list[bytes], tail: bytes, cut: int) -> None:
     head = bytes(with_json(MessageKind.HELLO, a=1).parts()[0])
     for candidate in (parts, [head[:6] + tail, *parts], [head[:cut], *parts], [head, *parts]):
         try:
@@ -52,14 +52,14 @@ def test_random_bytes_are_refused_and_nothing_else(parts: list[bytes], tail: byt
 @pytest.mark.parametrize(
     "body", [b"[1]", b"{", b"[" * 100_000, b"\xff\xfe", b'{"a": NaN}', b'{"a": ' + b"9" * 5000 + b"}", b"1" * (1 << 23)]
 )
-def test_strange_json_is_refused(body: bytes) -> None:
+def test_invalid_json_is_refused(body: bytes) -> None:
     with pytest.raises(MessageError, match="HELLO"):
         _ = Message(MessageKind.HELLO, body=body).json
 
 
 def test_lost_messages_are_noticed() -> None:
     sender, receiver = Counter(), Counter()
-    for _ in range(COUNTS + 3):  # past its end too
+    for _ in range(COUNTS + 3):  # beyond the point where the count wraps around
         assert receiver.follows(Message(MessageKind.PUSH, count=sender.next(MessageKind.PUSH)))
     sender.next(MessageKind.PUSH)  # lost
     assert sender.next(MessageKind.LEAVE) == 0
@@ -67,7 +67,7 @@ def test_lost_messages_are_noticed() -> None:
     assert receiver.follows(Message(MessageKind.HEARTBEAT, count=sender.next(MessageKind.HEARTBEAT)))
 
 
-def test_fields() -> None:
+def test_fields_of_wrong_type_or_range_are_refused() -> None:
     with pytest.raises(MessageError, match="type int"):
         field({"a": True}, "a", int)
     with pytest.raises(MessageError, match="between 0"):
@@ -108,13 +108,13 @@ TERMS: dict[str, Any] = {
         {"tell": {"push": "no such codec"}},
     ],
 )
-def test_hostile_terms_are_refused(change: dict[str, Any]) -> None:
+def test_invalid_terms_are_refused(change: dict[str, Any]) -> None:
     Session(1, TERMS, nn.Linear(4, 4)).codec()
     with pytest.raises(MessageError):
         Session(1, {**TERMS, **change}, nn.Linear(4, 4)).codec()
 
 
-def test_terms_that_would_fill_the_memory_are_refused_before() -> None:
+def test_a_cut_in_too_many_parts_is_refused_before_memory_is_used() -> None:
     with pytest.raises(MessageError, match="too many"):
         Session(1, {**TERMS, "cut": 1}, nn.Linear(1000, 1000))
 
@@ -124,7 +124,7 @@ def greet(model: nn.Module, check: HelloCheck, recipe: str = "r", **changes: Any
     check.applicant(Message(MessageKind.HELLO, body=json.dumps(hello).encode()))
 
 
-def test_the_door_names_what_differs() -> None:
+def test_a_refused_hello_names_what_differs() -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     net[0].bias.requires_grad_(False)
     check = HelloCheck("r", net)

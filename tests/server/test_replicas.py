@@ -1,4 +1,4 @@
-"""Views and layouts: what the server believes a worker has is what it has, bit for bit, in any order of events."""
+"""Replicas and layouts: in any order of events a replica equals the worker's parameters, bit for bit."""
 
 import random
 from typing import Any
@@ -21,9 +21,9 @@ events = st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]
 
 @settings(max_examples=60)
 @given(events, st.integers(0, 2**31))
-# One of two that were alike goes ahead, twice at the same edition: the other must not be taken where it is now.
+# One of two workers with the same replica pulls twice at the same version, which must not change the other's replica.
 @example([("pull", 0), ("pull", 1), ("change", 0), ("pull", 0), ("pull", 0), ("pull", 1)], 0)
-def test_workers_have_what_their_nodes_say(events: list[tuple[str, int]], seed: int) -> None:
+def test_a_replica_equals_the_parameters_of_its_worker(events: list[tuple[str, int]], seed: int) -> None:
     torch.manual_seed(seed)
     layout = Layout.of(nn.Linear(60, 30, bias=False), 0)
     model = [torch.randn(1800)]
@@ -49,8 +49,8 @@ def test_workers_have_what_their_nodes_say(events: list[tuple[str, int]], seed: 
     st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 2)), max_size=40),
     st.integers(0, 2**31),
 )
-def test_what_a_worker_lost_it_gets_exactly(events: list[tuple[str, int]], seed: int) -> None:
-    """Through any losses a worker has its node's bits but where it is owed some; a delta that arrives pays all."""
+def test_lost_entries_are_sent_again_exactly(events: list[tuple[str, int]], seed: int) -> None:
+    """A worker differs from its replica only in entries that are known as lost, and the next delta repairs those."""
     torch.manual_seed(seed)
     model = [torch.randn(1800), torch.randn(40)]
     layout = Layout.of(nn.Linear(45, 40), 0)
@@ -69,14 +69,14 @@ def test_what_a_worker_lost_it_gets_exactly(events: list[tuple[str, int]], seed:
         ReceivedShards(pack(len(answer.shards), answer.size, pieces), [1800, 40], exact=True).add_to(mine)
         replicas.settle(b"peer", who, lost)
 
-    def check(owed: bool) -> None:
+    def check(may_differ: bool) -> None:
         for each, values in workers.items():
-            due = replicas.lost_entries(each, 0, 0)
-            assert owed or not due
-            for tensor, held in enumerate(replicas.residual(each, 0, 0)):
-                agreed = torch.ones(len(held), dtype=torch.bool)
-                agreed[due.get(tensor, torch.tensor([], dtype=torch.int64))] = False
-                assert torch.equal((model[tensor] - values[tensor])[agreed], held[agreed])
+            lost = replicas.lost_entries(each, 0, 0)
+            assert may_differ or not lost
+            for tensor, missing in enumerate(replicas.residual(each, 0, 0)):
+                agreed = torch.ones(len(missing), dtype=torch.bool)
+                agreed[lost.get(tensor, torch.tensor([], dtype=torch.int64))] = False
+                assert torch.equal((model[tensor] - values[tensor])[agreed], missing[agreed])
 
     for event, who in events:
         if event == "change":
@@ -88,13 +88,13 @@ def test_what_a_worker_lost_it_gets_exactly(events: list[tuple[str, int]], seed:
             workers.pop(who, None)
         else:
             pull(who, 0.4)
-        check(owed=True)
+        check(may_differ=True)
     for who in list(workers):
         pull(who, 0.0)
-    check(owed=False)
+    check(may_differ=False)
 
 
-def test_workers_in_step_share_one_delta_and_old_ones_are_let_go() -> None:
+def test_workers_at_the_same_version_share_one_delta_and_old_deltas_are_freed() -> None:
     layout = Layout.of(nn.Linear(60, 30, bias=False), 0)
     model = [torch.randn(1800)]
     replicas = Replicas(layout, [[model]], Codec(0.1))
@@ -110,7 +110,7 @@ def test_workers_in_step_share_one_delta_and_old_ones_are_let_go() -> None:
     while node.delta is not None:
         node = node.delta[1]
         chain += 1
-    assert chain <= 1  # what a slow worker has must not keep all editions since
+    assert chain <= 1  # a slow worker's replica must not keep all later versions alive
 
 
 @settings(max_examples=60)
@@ -136,7 +136,7 @@ def test_small_modules_join_the_layer_before_them() -> None:
         nn.Linear(2, 2), nn.Linear(100, 100), *(nn.BatchNorm1d(40) for _ in range(5)), nn.Linear(60, 60)
     )
     layers = [layer.modules for layer in Layout.of(model, 0).layers]
-    # 1/64 of 14,166 elements are 221: two of 80 join a layer, the next begins one; the first has none before it.
+    # 1/64 of 14,166 elements are 221: two of 80 join a layer, and the next begins a new one.
     assert layers == [("0",), ("1", "2", "3"), ("4", "5", "6"), ("7",)]
     assert [name for layer in Layout.of(model, 0).layers for name in layer.parameters] == list(
         dict(model.named_parameters())
@@ -152,7 +152,7 @@ def test_small_modules_join_the_layer_before_them() -> None:
         (lambda: nn.Linear(40_000, 40_000, device="meta"), 0, "too large for a message"),
     ],
 )
-def test_layouts_that_cannot_be(model: Any, cut: int, reason: str) -> None:
+def test_impossible_layouts_are_refused(model: Any, cut: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Layout.of(model(), cut)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.server.party import party, serve, work
+from tests.server.processes import processes, serve, work
 from tests.server.serving import Ones, serving
 from thinwire.errors import ServerError
 from thinwire.server.protocol import Waiting
@@ -28,23 +28,23 @@ def test_a_wait_reads_as_a_phrase() -> None:
 
 
 def test_processes_say_whom_they_wait_for() -> None:
-    with party() as guests:
-        server = guests.start(serve, address=LOOPBACK, stop=(10**9, 0), expect=2, timeout=20.0, watch=True)
-        address = server.hears(lambda said: "address" in said)["address"]
-        server.hears(says("2 of 2 workers to join"))
-        first = guests.start(work, address=address, slot=0, name="a")
-        server.hears(says("1 of 2 workers to join", 1.0))
-        first.hears(says("other workers to join, before training begins", 1.0))
-        second = guests.start(work, address=address, slot=1, name="b", fault=("step", 3, signal.SIGSTOP))
+    with processes() as running:
+        server = running.start(serve, address=LOOPBACK, stop=(10**9, 0), expect=2, timeout=20.0, watch=True)
+        address = server.wait_for(lambda said: "address" in said)["address"]
+        server.wait_for(says("2 of 2 workers to join"))
+        first = running.start(work, address=address, slot=0, name="a")
+        server.wait_for(says("1 of 2 workers to join", 1.0))
+        first.wait_for(says("other workers to join, before training begins", 1.0))
+        second = running.start(work, address=address, slot=1, name="b", fault=("step", 3, signal.SIGSTOP))
         # The signal may come before the last gradients of step 2 are sent.
         late = {f"worker 1 (b) to push step {step}": step for step in (2, 3)}
-        said = server.hears(lambda said: said.get("waiting") in late and said["seconds"] >= 2.0)
+        said = server.wait_for(lambda said: said.get("waiting") in late and said["seconds"] >= 2.0)
         step = late[said["waiting"]]
-        first.hears(says(f"the parameters of step {step + 1}", 1.0))
+        first.wait_for(says(f"the parameters of step {step + 1}", 1.0))
         assert second.process.pid is not None and server.process.pid is not None
         second.process.kill()
         os.kill(server.process.pid, signal.SIGSTOP)
-        first.hears(says(f"an answer from {address}", 10.0))
+        first.wait_for(says(f"an answer from {address}", 10.0))
         os.kill(server.process.pid, signal.SIGCONT)
 
 

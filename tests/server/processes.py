@@ -1,4 +1,4 @@
-"""A server and workers as processes that say what happens: for tests in which some of them are killed.
+"""A server and workers as processes that report what happens, for tests in which some of them are killed.
 
 The model's gradient is one everywhere and is summed with a rate of one: parameters count what was counted.
 """
@@ -76,13 +76,13 @@ def _say_waiting(say: Say, server: Server) -> None:
 
 
 def counts(server: Server) -> list[list[float]]:
-    """Per part, the different values of its elements, as counts."""
+    """Return the different values of the elements of each part, negated: how many pushes they have counted."""
     rows = (row for layer in server._aggregator.values for row in layer)
     return [sorted({-float(v) for piece in row for v in piece}) for row in rows]
 
 
 def work(say: Say, spec: dict[str, Any]) -> None:
-    """A worker; `spec` may hold a fault (where, step, signal) that it raises in itself."""
+    """Run a worker; `spec` may name a fault: a signal that the process sends itself at a place in a step."""
     torch.set_num_threads(1)
     where, at, number = spec.get("fault", ("", -1, 0))
     model = Ones()
@@ -97,7 +97,7 @@ def work(say: Say, spec: dict[str, Any]) -> None:
             on_ack(session, message)
 
         worker._client._on_ack = noted  # type: ignore[method-assign]
-        # The gradient of the second layer has been handed over when the first layer's is made.
+        # The second layer's gradient is pushed when the first layer's is computed.
         model.a.weight.register_hook(
             lambda g: os.kill(os.getpid(), number) if where == "backward" and worker.clock == at else None
         )
@@ -112,12 +112,12 @@ def work(say: Say, spec: dict[str, Any]) -> None:
 
 
 def trouble(say: Say, spec: dict[str, Any]) -> None:
-    """A stranger's noise, a member's noise at its first step, another recipe, then twenty joins and leaves."""
-    from tests.server.test_sessions import admitted, stranger, train_ones
+    """Send random bytes as an unknown peer and as a member, try another recipe, then join and leave twenty times."""
+    from tests.server.test_sessions import admitted, send_without_session, train_ones
 
     torch.set_num_threads(1)
     address, recipe = spec["address"], spec["recipe"]
-    heard = stranger(address, [[os.urandom(36)]])[-1].kind.name
+    heard = send_without_session(address, [[os.urandom(36)]])[-1].kind.name
     connection, _, _ = admitted(address, Ones(), recipe)
     connection.send([os.urandom(36)])
     connection.close()
@@ -130,21 +130,21 @@ def trouble(say: Say, spec: dict[str, Any]) -> None:
     say({"stopped": "done", "heard": heard, "refused": refused})
 
 
-class Party:
-    """Processes of a test, and what they said."""
+class Processes:
+    """The processes of a test, which are killed at its end."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._running: list[BaseProcess] = []
 
-    def start(self, role: Callable[[Say, dict[str, Any]], None], **spec: Any) -> "Guest":
+    def start(self, role: Callable[[Say, dict[str, Any]], None], **spec: Any) -> "ProcessHandle":
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(role, theirs, spec), daemon=True)
         process.start()
         theirs.close()
         self._running.append(process)
-        return Guest(process, ours)
+        return ProcessHandle(process, ours)
 
     def close(self) -> None:
         for process in self._running:
@@ -163,8 +163,8 @@ def _run(role: Callable[[Say, dict[str, Any]], None], pipe: Connection, spec: di
     role(say, spec)
 
 
-class Guest:
-    """One process, and what it says."""
+class ProcessHandle:
+    """One process, and what it reports."""
 
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
         self.process = process
@@ -177,7 +177,7 @@ class Guest:
             while True:
                 self._said.put(pipe.recv())
 
-    def hears(self, wanted: Callable[[dict[str, Any]], Any], seconds: float = 60.0) -> dict[str, Any]:
+    def wait_for(self, wanted: Callable[[dict[str, Any]], Any], seconds: float = 60.0) -> dict[str, Any]:
         """Return the first thing that is wanted of what the process says; what it said before is dropped."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
@@ -189,12 +189,12 @@ class Guest:
 
     def end(self) -> dict[str, Any]:
         """Return the last thing that the process says."""
-        return self.hears(lambda said: "end" in said or "stopped" in said)
+        return self.wait_for(lambda said: "end" in said or "stopped" in said)
 
 
 @contextlib.contextmanager
-def party() -> Iterator[Party]:
-    made = Party()
+def processes() -> Iterator[Processes]:
+    made = Processes()
     try:
         yield made
     finally:
@@ -202,7 +202,7 @@ def party() -> Iterator[Party]:
 
 
 def main() -> None:
-    """As a command, for hosts of the lab: serve or work, and the spec as JSON; says JSON lines."""
+    """Run as a command on a host of the lab: serve or work, with the spec as JSON; reports are JSON lines."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     roles = {"serve": serve, "work": work}
     roles[sys.argv[1]](lambda said: print(json.dumps(said), flush=True), json.loads(sys.argv[2]))
