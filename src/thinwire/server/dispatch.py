@@ -95,9 +95,10 @@ class PullHandler:
                 self._send_queue.send(member, message)
 
 
-class Progress:
-    """Applies pushed gradients to the model, part by part, as soon as the mode of the training allows it.
+class Dispatcher:
+    """Handles all messages, of members and of unknown peers, and applies pushed gradients as the clock allows.
 
+    staleness: whether each ACK tells the worker how far the others are.
     on_advance: called whenever a step may have become complete in all parts.
     """
 
@@ -107,95 +108,19 @@ class Progress:
         clock: Clock,
         aggregator: Aggregator,
         replicas: Replicas,
-        pulls: PullHandler,
-        membership: Membership,
-        on_advance: Callable[[], None],
-    ) -> None:
-        self._places = list(layout.places())
-        self._clock, self._aggregator, self._replicas = clock, aggregator, replicas
-        self._pulls, self._membership, self._on_advance = pulls, membership, on_advance
-
-    def accept(self, member: Member, number: int, clock: int, frame: FrameReader | ReceivedShards) -> bool:
-        """Keep a gradient; return False if it was accepted before, and else call `apply` next."""
-        fresh = self._clock.push(member.session, number, clock)
-        if fresh:
-            self._aggregator.keep(member.slot, number, clock, frame)
-        return fresh
-
-    def apply(self, member: Member, number: int, clock: int) -> None:
-        """Apply a gradient that was accepted, or all of its step if that is complete."""
-        if self._clock.workers[member.session].reached > clock:
-            member.steps.append(time.monotonic())
-            member.blocking_since = None  # it makes progress, even if it is slower than the others
-        if self._clock.bound is None:
-            self._aggregator.apply_one(member.slot, number, clock, len(self._membership.active))
-            self._replicas.changed(*self._places[number])
-            self._clock.settle(number)
-            self._on_advance()
-        else:
-            self._complete(number)
-
-    def member_left(self) -> None:
-        """Apply the steps that are complete without a member that has left."""
-        for number in range(len(self._places)):
-            if self._clock.bound is not None:
-                self._complete(number)
-            else:
-                self._clock.settle(number)
-        self._on_advance()
-
-    def blocking(self) -> list[int]:
-        """Return the session of the worker that all others wait for, if there is one."""
-        reached = sorted((worker.reached, session) for session, worker in self._clock.workers.items())
-        alone = len(reached) > 1 and self._clock.bound is not None and reached[0][0] < reached[1][0]
-        return [reached[0][1]] if alone else []
-
-    def staleness(self) -> bytes:
-        """Return for each layer the lowest step and how many workers are still at it, as an ACK carries them."""
-        lowest: dict[int, int] = {}  # the part of each layer that is furthest behind
-        for number, (layer, _) in enumerate(self._places):
-            if layer not in lowest or self._clock.lowest[number] < self._clock.lowest[lowest[layer]]:
-                lowest[layer] = number
-        return b"".join(STALENESS.pack(self._clock.lowest[i], self._clock.holders(i)) for i in lowest.values())
-
-    def _complete(self, number: int) -> None:
-        """Apply the complete steps of a part, and answer the pulls that waited for them."""
-        moved = False
-        while self._clock.complete(number):
-            self._aggregator.apply(number, self._clock.lowest[number])
-            self._clock.advance(number)
-            self._replicas.changed(*self._places[number])
-            moved = True
-        if moved:
-            ready = range(len(self._places)) if self._clock.phased else [number]
-            for member in self._membership.active.values():
-                for each in ready:
-                    self._pulls.release(member, each)
-            self._on_advance()
-
-
-class Dispatcher:
-    """Handles all messages, of members and of unknown peers.
-
-    staleness: whether each ACK tells the worker how far the others are.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        membership: Membership,
-        progress: Progress,
-        pulls: PullHandler,
-        replicas: Replicas,
         buffers: Buffers,
+        membership: Membership,
         send_queue: SendQueue,
         *,
         staleness: bool,
         on_figures: OnFigures,
+        on_advance: Callable[[], None],
     ) -> None:
-        self._layout, self._membership, self._progress, self._pulls = layout, membership, progress, pulls
-        self._replicas, self._buffers, self._send_queue = replicas, buffers, send_queue
-        self._staleness, self._on_figures = staleness, on_figures
+        self._layout, self._clock, self._aggregator, self._replicas = layout, clock, aggregator, replicas
+        self._buffers, self._membership, self._send_queue = buffers, membership, send_queue
+        self._staleness, self._on_figures, self._on_advance = staleness, on_figures, on_advance
+        self._pulls = PullHandler(layout, clock, replicas, send_queue)
+        self._places = list(layout.places())
         self._handlers: dict[MessageKind, Callable[[Member, Message], None]] = {
             MessageKind.PUSH: self._on_push,
             MessageKind.PULL: self._on_pull,
@@ -239,6 +164,16 @@ class Dispatcher:
         if member is not None:
             self._restart_session(member)
 
+    def member_left(self, member: Member) -> None:
+        """Forget a member that has left, and apply the steps that are complete without it."""
+        self._replicas.forget(member.session)
+        for number in range(len(self._places)):
+            if self._clock.bound is not None:
+                self._complete(number)
+            else:
+                self._clock.settle(number)
+        self._on_advance()
+
     def _restart_session(self, member: Member) -> None:
         self._membership.evict(member, "messages between it and the server were lost")
         self._membership.ask_to_rejoin(member.peer, member.session, "messages were lost on the way")
@@ -276,11 +211,49 @@ class Dispatcher:
         else:
             frame = ReceivedShards(message.body, numels)
             size = frame.size
-        fresh = self._progress.accept(member, number, clock, frame)
-        staleness = self._progress.staleness() if self._staleness else b""
+        fresh = self._clock.push(member.session, number, clock)
+        if fresh:
+            self._aggregator.keep(member.slot, number, clock, frame)
+        staleness = self._lowest_steps() if self._staleness else b""
         self._send_queue.send(member, Message(MessageKind.ACK, member.session, layer, part, clock, size, staleness))
         if fresh:
-            self._progress.apply(member, number, clock)
+            self._apply(member, number, clock)
+
+    def _apply(self, member: Member, number: int, clock: int) -> None:
+        """Apply a gradient that was accepted, or with a bound all of its step if that is complete."""
+        if self._clock.workers[member.session].reached > clock:
+            member.steps.append(time.monotonic())
+            member.blocking_since = None  # it makes progress, even if it is slower than the others
+        if self._clock.bound is None:
+            self._aggregator.apply_one(member.slot, number, clock, len(self._membership.active))
+            self._replicas.changed(*self._places[number])
+            self._clock.settle(number)
+            self._on_advance()
+        else:
+            self._complete(number)
+
+    def _complete(self, number: int) -> None:
+        """Apply the complete steps of a part, and answer the pulls that waited for them."""
+        moved = False
+        while self._clock.complete(number):
+            self._aggregator.apply(number, self._clock.lowest[number])
+            self._clock.advance(number)
+            self._replicas.changed(*self._places[number])
+            moved = True
+        if moved:
+            ready = range(len(self._places)) if self._clock.phased else [number]
+            for member in self._membership.active.values():
+                for each in ready:
+                    self._pulls.release(member, each)
+            self._on_advance()
+
+    def _lowest_steps(self) -> bytes:
+        """Return for each layer the lowest step and how many workers are still at it, as an ACK carries them."""
+        lowest: dict[int, int] = {}  # the part of each layer that is furthest behind
+        for number, (layer, _) in enumerate(self._places):
+            if layer not in lowest or self._clock.lowest[number] < self._clock.lowest[lowest[layer]]:
+                lowest[layer] = number
+        return b"".join(STALENESS.pack(self._clock.lowest[i], self._clock.holders(i)) for i in lowest.values())
 
     def _on_pull(self, member: Member, message: Message) -> None:
         self._pulls.pull(member, self._number(message), message.clock, full=bool(message.number))

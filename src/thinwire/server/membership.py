@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -233,10 +233,10 @@ class Membership:
 
     # Leaving
 
-    def evict_silent(self, heard: set[Peer], blocking: Callable[[], Collection[int]]) -> None:
-        """Evict members without a message for too long, and those that hold up all others for too long.
+    def evict_silent(self, heard: set[Peer]) -> None:
+        """Evict members without a message for too long, and one that all others have waited for too long.
 
-        heard: peers with new messages. blocking: returns the sessions that all others wait for.
+        heard: peers with new messages.
         """
         now = time.monotonic()
         for member in self.active.values():
@@ -245,9 +245,9 @@ class Membership:
         if now - self._checked < min(0.25, self._timeout / 8):
             return
         self._checked = now
-        sessions, evicted = blocking(), []
+        blocking, evicted = self._clock.blocking(), []
         for member in self.active.values():
-            if member.session not in sessions:
+            if member.session != blocking:
                 member.blocking_since = None
             elif member.blocking_since is None:
                 member.blocking_since = now

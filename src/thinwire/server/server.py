@@ -18,7 +18,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.selection import Selection
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
 from thinwire.server.checkpoint import ServerCheckpoint
-from thinwire.server.dispatch import Dispatcher, OnFigures, Progress, PullHandler
+from thinwire.server.dispatch import Dispatcher, OnFigures
 from thinwire.server.layout import Buffers, Layout, cut_for
 from thinwire.server.membership import Member, Membership, SendQueue, SessionTerms
 from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, named_codec
@@ -118,7 +118,7 @@ class Server:
             expect=expect,
             stall=stall,
             accepted_steps=state["accepted_steps"],
-            on_leave=self._member_left,
+            on_leave=lambda member: self._dispatcher.member_left(member),
         )
         self._on_step, self._on_figures = on_step, on_figures
         self.stopped: str | None = None
@@ -218,26 +218,23 @@ class Server:
         else:
             self.replicas = LossyReplicas(self.layout, values, self.codec, start, budget=listener.piece_bytes)
             self.membership.check.shards = True
-        pulls = PullHandler(self.layout, self.clock, self.replicas, self._send_queue)
-        self._progress = Progress(
-            self.layout, self.clock, self._aggregator, self.replicas, pulls, self.membership, self._on_advance
-        )
         self._dispatcher = Dispatcher(
             self.layout,
-            self.membership,
-            self._progress,
-            pulls,
+            self.clock,
+            self._aggregator,
             self.replicas,
             self._buffers,
+            self.membership,
             self._send_queue,
             staleness=self.policy == "stalest",
             on_figures=self._on_figures,
+            on_advance=self._on_advance,
         )
         listener.on_report, listener.on_gap = self._dispatcher.handle_report, self._dispatcher.handle_gap
 
     def _turn(self, timeout: float) -> None:
         arrived = self._send_queue.listener.poll(timeout)
-        self.membership.evict_silent({peer for peer, _ in arrived}, self._progress.blocking)
+        self.membership.evict_silent({peer for peer, _ in arrived})
         if self._resumed_at:  # workers that come back later join then
             self.membership.start_late()
         self.membership.evict_unreachable()
@@ -246,10 +243,6 @@ class Server:
             self.membership.evict_unreachable()
             if self.stopped is not None:
                 return
-
-    def _member_left(self, member: Member) -> None:
-        self.replicas.forget(member.session)
-        self._progress.member_left()
 
     def _on_advance(self) -> None:
         """Call the owner, save and ask for buffers if a step has become complete in all parts."""
