@@ -95,7 +95,7 @@ class PullHandler:
                 self._send_queue.send(member, message)
 
 
-class Dispatcher:
+class MessageDispatcher:
     """Handles all messages, of members and of unknown peers, and applies pushed gradients as the clock allows.
 
     staleness: whether each ACK tells the worker how far the others are.

@@ -18,7 +18,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.selection import Selection
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
 from thinwire.server.checkpoint import ServerCheckpoint
-from thinwire.server.dispatch import Dispatcher, OnFigures
+from thinwire.server.dispatch import MessageDispatcher, OnFigures
 from thinwire.server.layout import Buffers, Layout, cut_for
 from thinwire.server.membership import Member, Membership, SendQueue, SessionTerms
 from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, named_codec
@@ -218,7 +218,7 @@ class Server:
         else:
             self.replicas = LossyReplicas(self.layout, values, self.codec, start, budget=listener.piece_bytes)
             self.membership.check.shards = True
-        self._dispatcher = Dispatcher(
+        self._dispatcher = MessageDispatcher(
             self.layout,
             self.clock,
             self._aggregator,
