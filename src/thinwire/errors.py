@@ -34,3 +34,11 @@ class LogError(ThinwireError):
 
 class MessageError(ThinwireError, ValueError):
     """A message between server and worker that is malformed, or not allowed in the present state."""
+
+
+class ServerError(ThinwireError, RuntimeError):
+    """A worker cannot train with its server: it was refused, the server is gone, or its messages make no sense."""
+
+
+class ServerCheckpointError(ThinwireError):
+    """A checkpoint of the parameter server cannot be used."""

@@ -1,4 +1,4 @@
-"""A server and workers as threads of one process, over real sockets: what most tests of the room train with."""
+"""A server and workers as threads of one process, over real sockets."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.server.protocol import Kind, parse
+from thinwire.server.protocol import MessageKind, parse
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect, listen
@@ -41,8 +41,8 @@ def accuracy(model: nn.Module) -> float:
         return float((model(x).argmax(1) == y).float().mean())
 
 
-class Crew:
-    """Threads whose errors are the test's."""
+class Threads:
+    """Threads whose errors `join` raises in the test."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -70,15 +70,15 @@ class Crew:
 
 @contextmanager
 def serving(server: Server, max_steps: int | None = None, transport: str = "tcp") -> Iterator[str]:
-    """Run a server in a thread; yields its address, and stops it in the end."""
+    """Run a server in a thread; yield its address, and stop it at the end."""
     listener = listen(f"{transport}://127.0.0.1:0")
-    crew = Crew()
-    crew.start(lambda: server.run(listener, max_steps=max_steps))
+    threads = Threads()
+    threads.start(lambda: server.run(listener, max_steps=max_steps))
     try:
         yield listener.address
         if max_steps is None:
             server.stop("test")
-        crew.join()
+        threads.join()
     finally:
         server.stop("test")
 
@@ -92,8 +92,8 @@ def train(
     each: Callable[[Worker], None] = lambda worker: None,
     **options: Any,
 ) -> Worker:
-    """One worker's training until the server stops it, or for so many steps; returns it, closed."""
-    model = small_net(seed=slot + 100)  # not the server's: the snapshot must replace it
+    """Train with one worker until the server stops it, or for so many steps; return the closed worker."""
+    model = small_net(seed=slot + 100)  # other values than the server's, which must replace them
     with Worker(address, model, codec, slot=slot, **options) as worker:
         for _ in range(steps):
             if worker.stopped is not None:
@@ -105,7 +105,7 @@ def train(
 
 
 class Ones(nn.Module):
-    """A model whose gradient is one everywhere: with lr 1 and a sum, its parameters count what was counted."""
+    """A model whose gradient is one everywhere: with lr 1 and a sum, its parameters count accepted pushes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,11 +118,11 @@ class Ones(nn.Module):
 
 
 class Leaky(Connection):
-    """A real connection that loses chosen messages: of a kind and direction, the n-th."""
+    """A real connection that loses chosen messages: the n-th of a kind in a direction."""
 
-    def __init__(self, address: str, *losses: tuple[str, Kind, int]) -> None:
+    def __init__(self, address: str, *losses: tuple[str, MessageKind, int]) -> None:
         self._inner, self._losses = connect(address), set(losses)
-        self._seen: dict[tuple[str, Kind], int] = {}
+        self._seen: dict[tuple[str, MessageKind], int] = {}
         self.lost = 0
 
     def _passes(self, way: str, parts: Sequence[Buffer]) -> bool:

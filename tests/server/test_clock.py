@@ -1,4 +1,4 @@
-"""Clock: whatever joins, leaves and pushes there are, nothing counts twice, nobody runs ahead, somebody can go on."""
+"""Clock: in any order of joins, leaves and pushes, nothing counts twice, the bound holds, and there is no deadlock."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PARTS = 3
 
 
 class Room:
-    """A clock and workers that behave: a part's step is pushed when all parts are fresh enough for it."""
+    """A clock and correct workers, which push a part's step when all parts are fresh enough for it."""
 
     def __init__(self, bound: int | None, phased: bool) -> None:
         self.clock = Clock(PARTS, bound, phased=phased)
@@ -34,12 +34,12 @@ class Room:
             self._settle(part)
 
     def can_push(self, worker: int, part: int) -> bool:
-        member = self.clock.members[worker]
+        member = self.clock.workers[worker]
         step = min(member.due)
         return member.due[part] == step and all(self.clock.may_use(p, step) for p in range(PARTS))
 
     def push(self, worker: int, part: int) -> None:
-        step = self.clock.members[worker].due[part]
+        step = self.clock.workers[worker].due[part]
         assert self.clock.push(worker, part, step)
         assert (worker, part, step) not in self.counted
         self.counted.add((worker, part, step))
@@ -66,10 +66,10 @@ actions = st.lists(st.tuples(st.sampled_from(["join", "leave", "push"]), st.inte
 
 @settings(max_examples=150)
 @given(actions, st.sampled_from([0, 1, 3, None]), st.booleans())
-def test_any_order_of_joins_leaves_and_pushes(actions: list[Any], bound: int | None, phased: bool) -> None:
+def test_any_order_of_joins_and_pushes_is_consistent(actions: list[Any], bound: int | None, phased: bool) -> None:
     room = Room(bound, phased)
     for action, which in actions:
-        members = list(room.clock.members)
+        members = list(room.clock.workers)
         if action == "join" and len(members) < 5:
             room.join()
         elif action == "leave" and members:
@@ -78,13 +78,13 @@ def test_any_order_of_joins_leaves_and_pushes(actions: list[Any], bound: int | N
             ready = [(w, p) for w in members for p in range(PARTS) if room.can_push(w, p)]
             if ready:
                 room.push(*ready[which % len(ready)])
-        if room.clock.members:  # no deadlock: somebody can always push
-            assert any(room.can_push(w, p) for w in room.clock.members for p in range(PARTS))
-    # Whoever is left reaches any step, and then everything that was counted of it has been applied.
-    goal = max((m.ahead for m in room.clock.members.values()), default=0) + 2
-    while room.clock.members and min(m.reached for m in room.clock.members.values()) < goal:
-        behind = min(room.clock.members, key=lambda w: room.clock.members[w].reached)
-        part = min(range(PARTS), key=lambda p: room.clock.members[behind].due[p])
+        if room.clock.workers:  # no deadlock: some worker can always push
+            assert any(room.can_push(w, p) for w in room.clock.workers for p in range(PARTS))
+    # The workers that are left reach any step, and then everything that was accepted of it has been applied.
+    goal = max((m.ahead for m in room.clock.workers.values()), default=0) + 2
+    while room.clock.workers and min(m.reached for m in room.clock.workers.values()) < goal:
+        behind = min(room.clock.workers, key=lambda w: room.clock.workers[w].reached)
+        part = min(range(PARTS), key=lambda p: room.clock.workers[behind].due[p])
         assert room.can_push(behind, part)
         room.push(behind, part)
     if bound is not None:
@@ -92,7 +92,7 @@ def test_any_order_of_joins_leaves_and_pushes(actions: list[Any], bound: int | N
         assert all((p, c) in done for _, p, c in room.counted if c < room.clock.step)
 
 
-def test_out_of_turn_and_ahead_of_the_bound() -> None:
+def test_pushes_out_of_turn_or_ahead_of_the_bound_are_refused() -> None:
     clock = Clock(1, 1)
     clock.join(1), clock.join(2)
     with pytest.raises(MessageError, match="before step 0"):

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.needs import missing, needs
-from tests.server.party import Party, party, serve, trouble, work
-from tests.server.serving import Crew, Ones, serving
+from tests.server.processes import Processes, processes, serve, trouble, work
+from tests.server.serving import Ones, Threads, serving
 from tests.server.test_sessions import train_ones
 from thinwire.server.server import Server
 from thinwire.tools.events import EventLog, Step, read_log
@@ -34,13 +34,13 @@ LOOPBACK = "tcp://127.0.0.1:0"
 
 
 @pytest.fixture
-def guests() -> Iterator[Party]:
-    with party() as made:
+def running() -> Iterator[Processes]:
+    with processes() as made:
         yield made
 
 
 def check_counts(end: dict[str, Any], start: float = 0.0, *, bounded: bool = True) -> None:
-    """Every part is the number of pushes that were accepted and (with a bound) whose step is complete, each once."""
+    """Check that every part counts each accepted push once; with a bound, only those of complete steps."""
     pushes = [tuple(push) for push in end["accepted"]]
     assert len(set(pushes)) == len(pushes)
     for part, values in enumerate(end["counts"]):
@@ -49,10 +49,10 @@ def check_counts(end: dict[str, Any], start: float = 0.0, *, bounded: bool = Tru
 
 
 def check_acks(end: dict[str, Any], worker: dict[str, Any], apart: int = 1) -> None:
-    """What a worker was told to have counted was counted, once."""
+    """Check that every push that the server acknowledged was accepted."""
     accepted = Counter((p, clock) for token, _, p, clock in end["accepted"] if token == worker["token"])
     assert set(map(tuple, worker["acked"])) <= set(accepted)
-    # Parts differ by a step at the most when training ends, and by those whom a fault kept from some parts of a step.
+    # When training ends, parts differ by at most one step, and by the workers that a fault kept from pushing some.
     assert max(worker["seen"]) - min(worker["seen"]) <= 3 * (1 + apart)
     assert max(worker["seen"]) <= max(max(values) for values in end["counts"])
 
@@ -60,11 +60,11 @@ def check_acks(end: dict[str, Any], worker: dict[str, Any], apart: int = 1) -> N
 @pytest.mark.parametrize(
     ("mode", "where"), [("bsp", "backward"), ("ssp", "backward"), ("async", "step")], ids=["bsp", "ssp", "async"]
 )
-def test_a_worker_is_killed(guests: Party, mode: str, where: str) -> None:
-    server = guests.start(serve, address=LOOPBACK, stop=(12, 3), expect=3, mode=mode)
-    address = server.hears(lambda said: "address" in said)["address"]
-    victim = guests.start(work, address=address, slot=0, fault=(where, 3, signal.SIGKILL))
-    others = [guests.start(work, address=address, slot=slot) for slot in (1, 2)]
+def test_training_continues_when_a_worker_is_killed(running: Processes, mode: str, where: str) -> None:
+    server = running.start(serve, address=LOOPBACK, stop=(12, 3), expect=3, mode=mode)
+    address = server.wait_for(lambda said: "address" in said)["address"]
+    victim = running.start(work, address=address, slot=0, fault=(where, 3, signal.SIGKILL))
+    others = [running.start(work, address=address, slot=slot) for slot in (1, 2)]
     end = server.end()
     victim.process.join(30)
     assert victim.process.exitcode == -signal.SIGKILL
@@ -74,12 +74,12 @@ def test_a_worker_is_killed(guests: Party, mode: str, where: str) -> None:
         check_acks(end, other.end(), apart=1 if mode == "bsp" else 99)
 
 
-def test_a_worker_hangs_and_comes_back(guests: Party) -> None:
-    server = guests.start(serve, address=LOOPBACK, stop=(10, 3), expect=2)
-    address = server.hears(lambda said: "address" in said)["address"]
-    hung = guests.start(work, address=address, slot=0, fault=("step", 3, signal.SIGSTOP))
-    other = guests.start(work, address=address, slot=1)
-    server.hears(lambda said: said["left"] >= 1 and said["step"] >= 6)  # the others go on
+def test_a_worker_that_hangs_is_evicted_and_rejoins(running: Processes) -> None:
+    server = running.start(serve, address=LOOPBACK, stop=(10, 3), expect=2)
+    address = server.wait_for(lambda said: "address" in said)["address"]
+    hung = running.start(work, address=address, slot=0, fault=("step", 3, signal.SIGSTOP))
+    other = running.start(work, address=address, slot=1)
+    server.wait_for(lambda said: said["left"] >= 1 and said["step"] >= 6)  # the others go on
     assert hung.process.pid is not None
     os.kill(hung.process.pid, signal.SIGCONT)
     end = server.end()
@@ -89,15 +89,15 @@ def test_a_worker_hangs_and_comes_back(guests: Party) -> None:
     check_acks(end, other.end())
 
 
-def test_the_server_is_killed_and_resumes(guests: Party, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_resumes_from_its_checkpoint(running: Processes, tmp_path: Path) -> None:
     options: dict[str, Any] = {"expect": 2, "checkpoint": str(tmp_path), "save_every": 3}
-    server = guests.start(serve, address=LOOPBACK, stop=(20, 2), kill=8, **options)
-    address = server.hears(lambda said: "address" in said)["address"]
-    workers = [guests.start(work, address=address, slot=slot) for slot in range(2)]
+    server = running.start(serve, address=LOOPBACK, stop=(20, 2), kill=8, **options)
+    address = server.wait_for(lambda said: "address" in said)["address"]
+    workers = [running.start(work, address=address, slot=slot) for slot in range(2)]
     server.process.join(60)
     assert server.process.exitcode == -signal.SIGKILL
-    again = guests.start(serve, address=address, stop=(20, 2), **options)
-    begun = again.hears(lambda said: "address" in said)
+    again = running.start(serve, address=address, stop=(20, 2), **options)
+    begun = again.wait_for(lambda said: "address" in said)
     assert 8 - 3 <= begun["resumed"] <= 8
     assert begun["start"] == [[2.0 * begun["resumed"]]] * len(begun["start"])
     end = again.end()
@@ -106,12 +106,12 @@ def test_the_server_is_killed_and_resumes(guests: Party, tmp_path: Path) -> None
         assert worker.end()["stopped"] == "target"
 
 
-def test_noise_another_recipe_and_twenty_joins_and_leaves(guests: Party) -> None:
-    # Two workers train throughout; the one that makes noise joins once, and twenty come and go.
-    server = guests.start(serve, address=LOOPBACK, stop=(20, 2 + 1 + 20), expect=2, recipe="ones")
-    address = server.hears(lambda said: "address" in said)["address"]
-    workers = [guests.start(work, address=address, slot=slot, recipe="ones") for slot in range(2)]
-    said = guests.start(trouble, address=address, recipe="ones").end()
+def test_random_bytes_another_recipe_and_twenty_joins_do_not_disturb_training(running: Processes) -> None:
+    # Two workers train throughout; the one that sends random bytes joins once, and twenty join and leave.
+    server = running.start(serve, address=LOOPBACK, stop=(20, 2 + 1 + 20), expect=2, recipe="ones")
+    address = server.wait_for(lambda said: "address" in said)["address"]
+    workers = [running.start(work, address=address, slot=slot, recipe="ones") for slot in range(2)]
+    said = running.start(trouble, address=address, recipe="ones").end()
     assert said["heard"] == "REFUSED"
     assert "'another'" in said["refused"] and "'ones'" in said["refused"]
     end = server.end()
@@ -121,7 +121,7 @@ def test_noise_another_recipe_and_twenty_joins_and_leaves(guests: Party) -> None
         check_acks(end, worker.end(), apart=99)
 
 
-def test_a_cable_is_pulled_for_ten_seconds() -> None:
+def test_training_survives_a_network_that_is_cut_for_ten_seconds() -> None:
     needs("lab")
     lines: list[dict[str, Any]] = []
     changed = threading.Condition()
@@ -139,7 +139,7 @@ def test_a_cable_is_pulled_for_ten_seconds() -> None:
             return next(line for line in lines if wanted(line))
 
     def command(role: str, **spec: Any) -> list[str]:
-        return [sys.executable, "-m", "tests.server.party", role, json.dumps(spec)]
+        return [sys.executable, "-m", "tests.server.processes", role, json.dumps(spec)]
 
     with Lab(3) as lab:
         address = f"tcp://{lab.address(0)}:7077"
@@ -213,7 +213,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
         subprocess.run(["umount", disk], check=True)
 
 
-def test_sigterm_of_serve_writes_a_checkpoint(tmp_path: Path) -> None:
+def test_serve_writes_a_checkpoint_on_sigterm(tmp_path: Path) -> None:
     main = [sys.executable, "-c", "from thinwire.tools.cli import main; main()"]
     log = tmp_path / "log.jsonl"
     options = ["--json", "--port", "0", "--max-steps", "100000", "--evaluate-every", "100000", "--events", str(log)]
@@ -241,23 +241,23 @@ def test_ssp_keeps_its_bound_with_one_worker_five_times_slower(tmp_path: Path) -
     plan = make_plan(recipe, workers=3, max_steps=15, target=1.0, evaluate_every=1000)
     terms = Terms(plan, workers=3, mode="ssp", bound=2, push="0.1", pull="0.1", timeout=30.0)
     log = EventLog(tmp_path / "log.jsonl", describe_served(recipe, terms, Field(3, None, "test")))
-    crew, begun = Crew(), listen(LOOPBACK)
+    threads, begun = Threads(), listen(LOOPBACK)
     model_sleep = {0: 0.1, 1: 0.02, 2: 0.02}
 
     def slowed(slot: int) -> Any:
         def loss(model: Any, batch: Any) -> Any:
-            slow.wait(model_sleep[slot])  # never set: it waits that long
+            slow.wait(model_sleep[slot])  # it is never set, so this sleeps
             return recipe.loss(model, batch)
 
         return loss
 
     with log:
         serving = Serving(recipe, None, terms, log.write)
-        crew.start(lambda: log.end(serving.run(begun)))
+        threads.start(lambda: log.end(serving.run(begun)))
         for slot in range(3):
             own = type(recipe)(**{**recipe.__dict__, "loss": slowed(slot)})
-            crew.start(lambda slot=slot, own=own: work_served(own, None, begun.address, slot=slot))
-        crew.join()
+            threads.start(lambda slot=slot, own=own: work_served(own, None, begun.address, slot=slot))
+        threads.join()
     steps: list[Step] = read_log(tmp_path / "log.jsonl").steps
     assert {step.rank for step in steps} == {0, 1, 2}
     assert max(max(step.staleness) for step in steps) == 2  # it is reached, and never exceeded

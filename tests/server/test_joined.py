@@ -1,4 +1,4 @@
-"""Small modules that travel with the layer before them: they are used, timed and remembered as if they did not."""
+"""Small modules that are sent with the layer before them are used and timed correctly."""
 
 import threading
 import time
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.server.serving import Crew, serving
-from thinwire.server.checkpoint import Store, StoreError
+from tests.server.serving import Threads, serving
+from thinwire.errors import ServerCheckpointError
+from thinwire.server.checkpoint import ServerCheckpoint
 from thinwire.server.layout import Layout
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
@@ -37,7 +38,7 @@ class Functional(nn.Module):
 
 
 class Late(Connection):
-    """Hands everything over a little later than it came."""
+    """A connection that delivers every message 0.1 s late."""
 
     def __init__(self, address: str) -> None:
         self._inner, self._held = connect(address), list[tuple[float, Parts]]()
@@ -72,10 +73,10 @@ def test_a_module_that_is_not_called_has_its_parameters_when_they_are_used() -> 
                 net(torch.randn(3, 100)).backward()
                 worker.step()
 
-    crew = Crew()
+    threads = Threads()
     with serving(server, max_steps=5) as address:
-        crew.start(work, address)
-        crew.join()
+        threads.start(work, address)
+        threads.join()
     assert net.steady == [True] * 5
 
 
@@ -116,22 +117,24 @@ def test_modules_within_modules_are_timed_once() -> None:
             profiler.close()
             done.set()
 
-    crew = Crew()
+    threads = Threads()
     with serving(server, max_steps=4) as address:
-        crew.start(work, address)
-        crew.join()
+        threads.start(work, address)
+        threads.join()
     assert done.is_set()
 
 
-def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
-    """Version 1 had a layer for every module: the numbers of parts mean something else."""
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_advice(tmp_path: Path) -> None:
+    """Version 1 had a layer for every module and version 2 other keys: neither can be read."""
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    store, cut = Store(tmp_path), Layout.of(net, 0).cut
+    store, cut = ServerCheckpoint(tmp_path), Layout.of(net, 0).cut
     assert store.save(net, optimizer, cut, 3, {}, {})
     found = store.load(net, optimizer, cut)
     assert found is not None and found["step"] == 3
     state = torch.load(store.path, weights_only=True)
-    torch.save({**state, "version": 1}, store.path)
-    with pytest.raises(StoreError, match="it has version 1, this thinwire reads 2"):
-        store.load(net, optimizer, cut)
+    for version in (1, 2):
+        torch.save({**state, "version": version}, store.path)
+        advice = f"it has version {version}, this thinwire reads version 3\\): finish this training with the thinwire"
+        with pytest.raises(ServerCheckpointError, match=advice):
+            store.load(net, optimizer, cut)

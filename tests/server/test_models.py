@@ -1,4 +1,4 @@
-"""Models of all kinds with a server: buffers, types, tied, frozen and unused parameters, accumulated and clipped."""
+"""A server trains models with buffers, several types, and tied, frozen or unused parameters."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Net = Callable[[], nn.Module]
 def served(
     net: nn.Module, work: Callable[[Worker, nn.Module], None], other: nn.Module | None = None, **options: Any
 ) -> Server:
-    """A server of a net and one worker with another, dense both ways; SGD with lr 0.1."""
+    """Train a net with a server and one worker, without compression, by SGD with lr 0.1."""
     server = Server(net, torch.optim.SGD(net.parameters(), lr=0.1), codec=None, cut=500, timeout=5.0)
     model = copy.deepcopy(net) if other is None else other
     with serving(server) as address, Worker(address, model, "dense", **options) as worker:
@@ -82,7 +82,7 @@ class Unused(nn.Module):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("build", [Tied, Unused, small_net])
-def test_any_model_trains_as_it_would_alone(build: Net, overlap: bool) -> None:
+def test_a_model_trains_to_the_same_bits_as_without_a_server(build: Net, overlap: bool) -> None:
     torch.manual_seed(0)
     net = build()
     begun = copy.deepcopy(net)
@@ -142,7 +142,7 @@ def test_gradients_are_accumulated_and_clipped() -> None:
     assert equal(served(small_net(), clip, overlap=False).model, alone(begun, 4, loss_of, clip=0.01))
 
 
-def test_workers_of_other_types_and_strides() -> None:
+def test_workers_may_have_other_types_and_memory_layouts() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2))
     x = torch.randn(4, 3, 8, 8)
@@ -185,7 +185,7 @@ class Normed(nn.Module):
         return self.norm.running_mean, int(self.norm.num_batches_tracked)
 
 
-def test_the_servers_buffers_are_a_workers_and_a_newcomers_the_servers() -> None:
+def test_the_server_takes_buffers_of_a_worker_and_a_new_worker_takes_the_servers() -> None:
     net = Normed()
 
     def work(worker: Worker, model: nn.Module) -> None:
@@ -210,13 +210,13 @@ def test_the_servers_buffers_are_a_workers_and_a_newcomers_the_servers() -> None
     ("model", "reason"),
     [(nn.ReLU, "no parameter"), (lambda: nn.Linear(2, 2).bfloat16(), "float32 on the CPU")],
 )
-def test_models_that_cannot_be_served(model: Net, reason: str) -> None:
+def test_unsupported_models_are_refused(model: Net, reason: str) -> None:
     net = model()
     with pytest.raises(ValueError, match=reason):
         Server(net, torch.optim.SGD([nn.Parameter(torch.ones(1)), *net.parameters()], lr=0.1))
 
 
-def test_a_server_takes_words_for_things(tmp_path: Path) -> None:
+def test_a_server_takes_addresses_and_paths_as_strings(tmp_path: Path) -> None:
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="expect and save_every count from 1, not 1 and 0"):

@@ -1,4 +1,4 @@
-"""The model of the scheduler against the real server: they must agree on which policy wins."""
+"""The simulated scheduler and the real server agree on which policy is faster."""
 
 from tests.needs import needs
 from thinwire.tools.bench.server import ServerRun, policy_steps
@@ -13,8 +13,8 @@ LAYERS = tuple(
 )
 
 
-def test_model_and_server_agree_that_a_slow_first_layer_must_not_wait() -> None:
-    """The model says forward is over 1.3 times as fast as fifo: far enough apart for the busiest machine to show it."""
+def test_simulation_and_server_agree_that_forward_is_faster_with_a_slow_first_layer() -> None:
+    """In the simulation forward is over 1.3 times as fast as fifo, enough to be measured on a busy machine."""
     needs("lab")
     case = Case(LAYERS, workers=1, iterations=6, slices=even_slices(LAYERS, 4))
     fifo, forward = (outcome.makespan for outcome in compare(case, ("fifo", "forward")))

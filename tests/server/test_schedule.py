@@ -1,4 +1,4 @@
-"""The pool: whatever the policy, everything goes once, in its layer's order, within the window."""
+"""Pool: with every policy each request is sent once, in its layer's order, within the window."""
 
 from collections import Counter
 from typing import Literal
@@ -39,7 +39,7 @@ def pool(policy: str, *waiting: Request, known: Staleness | None = None, window:
 
 
 def drain(made: Pool) -> list[Request]:
-    """Take out everything, each acknowledged before the next."""
+    """Take all requests, each acknowledged before the next."""
     order = []
     while (request := made.next()) is not None:
         made.done(request.size)
@@ -47,7 +47,7 @@ def drain(made: Pool) -> list[Request]:
     return order
 
 
-# What happens to a pool: a request comes, the sender asks for one, the oldest under way is acknowledged.
+# What happens to a pool: a request comes, the sender takes one, the oldest in flight is acknowledged.
 steps = st.lists(st.one_of(requests, st.sampled_from(["next", "done"])), max_size=60)
 
 
@@ -56,20 +56,20 @@ def test_nothing_is_lost_or_sent_twice_and_the_window_holds(
     policy: str, known: Staleness, window: int, steps: list[Request | Literal["next", "done"]]
 ) -> None:
     made = pool(policy, known=known, window=window)
-    put, sent, under_way = [], [], []
+    put, sent, in_flight = [], [], []
     for step in steps:
         if isinstance(step, Request):
             made.put(step)
             put.append(step)
         elif step == "next" and (request := made.next()) is not None:
             sent.append(request)
-            under_way.append(request)
-        elif step == "done" and under_way:
-            made.done(under_way.pop(0).size)
-        assert made.under_way == sum(request.size for request in under_way)
-        assert made.under_way <= window or sum(request.size > 0 for request in under_way) == 1
-    while under_way:
-        made.done(under_way.pop().size)
+            in_flight.append(request)
+        elif step == "done" and in_flight:
+            made.done(in_flight.pop(0).size)
+        assert made.in_flight == sum(request.size for request in in_flight)
+        assert made.in_flight <= window or sum(request.size > 0 for request in in_flight) == 1
+    while in_flight:
+        made.done(in_flight.pop().size)
     sent += drain(made)
     assert len(made) == 0 and made.next() is None
     assert Counter(sent) == Counter(put)
@@ -78,7 +78,7 @@ def test_nothing_is_lost_or_sent_twice_and_the_window_holds(
 
 
 @given(knowledge, st.lists(requests, max_size=30))
-def test_fifo_is_fifo(known: Staleness, waiting: list[Request]) -> None:
+def test_fifo_keeps_the_order_of_arrival(known: Staleness, waiting: list[Request]) -> None:
     assert drain(pool("fifo", *waiting, known=known)) == waiting
 
 
@@ -96,14 +96,14 @@ def test_forward_never_sends_a_layer_while_an_earlier_one_waits(first: list[Requ
 
 
 @given(st.lists(requests, min_size=1, max_size=30))
-def test_filo_prefers_the_line_whose_first_came_last(waiting: list[Request]) -> None:
+def test_filo_prefers_the_layer_whose_first_request_came_last(waiting: list[Request]) -> None:
     made = pool("filo", *waiting)
     request = made.next()
     firsts = {r.layer: place for place, r in reversed(list(enumerate(waiting)))}
     assert request is not None and firsts[request.layer] == max(firsts.values())
 
 
-def test_filo_starves_what_came_early_and_the_others_do_not() -> None:
+def test_only_filo_starves_early_requests() -> None:
     for policy, starves in (("filo", True), ("fifo", False)):
         made, sent = pool(policy, push(0)), []
         for _ in range(100):
@@ -116,14 +116,14 @@ def test_stalest_pulls_what_is_stalest_here_and_pushes_what_raises_the_minimum()
     known = Staleness(lowest=[2, 1, 3, 3], holders=[3, 2, 1, 2], here=[3, 1, 2, 1])
     pulls = [pull(layer) for layer in range(4)]
     assert [r.layer for r in drain(pool("stalest", *pulls, known=known))] == [1, 3, 2, 0]
-    # Layer 2 waits for this worker alone; then the lowest minimum, then the order of use.
+    # Layer 2 lacks only this worker; then come the lowest step and the order of use.
     pushes = [push(layer, clock=3) for layer in range(4)]
     assert [r.layer for r in drain(pool("stalest", *pushes, known=known))] == [2, 1, 0, 3]
     mixed = drain(pool("stalest", push(2, clock=3), pull(0), known=known))
     assert [r.kind for r in mixed] == ["pull", "push"]
 
 
-def test_stalest_follows_its_owners_knowledge() -> None:
+def test_stalest_uses_figures_that_change_while_requests_wait() -> None:
     known = Staleness.at_start(LAYERS, workers=2)
     made = pool("stalest", push(0), push(3), push(1), known=known)
     known.holders[3] = 1
@@ -138,35 +138,26 @@ def test_a_pull_does_not_overtake_its_push(policy: str) -> None:
     assert drain(pool(policy, *line)) == line
 
 
-def test_the_window_and_its_credit() -> None:
+def test_the_window_limits_bytes_in_flight() -> None:
     made = pool("fifo", push(0, size=50), push(1, size=60), push(2, size=10), window=100)
     assert made.next() == push(0, size=50)
-    assert made.next() is None  # 110 would be under way; layer 2 must not slip by
-    made.sent(push(0, size=50), 30)  # it turned out smaller
-    assert made.next() == push(1, size=60) and made.under_way == 90
+    assert made.next() is None  # 110 would be in flight; layer 2 must not overtake
+    made.sent(push(0, size=50), 30)  # it was smaller than estimated
+    assert made.next() == push(1, size=60) and made.in_flight == 90
     made.done(30)
-    assert made.next() == push(2, size=10) and made.under_way == 70
+    assert made.next() == push(2, size=10) and made.in_flight == 70
     with pytest.raises(ValueError, match="71 bytes were acknowledged, but only 70"):
         made.done(71)
 
 
-def test_one_request_always_fits_when_nothing_is_under_way() -> None:
+def test_any_request_fits_when_nothing_is_in_flight() -> None:
     made = pool("fifo", push(0, size=500), push(1, size=1), window=100)
     assert made.next() == push(0, size=500) and made.next() is None
     made.done(500)
     assert made.next() == push(1, size=1)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_clear_hands_back_what_waits_as_it_came(policy: str) -> None:
-    waiting = [push(2), push(0), pull(2), push(1), pull(0)]
-    made = pool(policy, *waiting)
-    gone = made.next()
-    assert made.clear() == [r for r in waiting if r is not gone]
-    assert (len(made), made.under_way, made.next()) == (0, 0, None)
-
-
-def test_mistakes_are_told() -> None:
+def test_unknown_policies_and_empty_windows_are_refused() -> None:
     with pytest.raises(ValueError, match="the policy 'lifo' is unknown; choose one of fifo, filo, stalest, forward"):
         pool("lifo")
     with pytest.raises(ValueError, match="window must be at least 1 byte"):

@@ -1,4 +1,4 @@
-"""Sessions: messages that are lost, peers that send nonsense; nothing is counted twice and nothing is lost."""
+"""Sessions: lost and invalid messages neither lose a gradient nor count one twice."""
 
 import logging
 import os
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.server.serving import Crew, Leaky, Ones, serving, small_net, train
+from tests.server.serving import Leaky, Ones, Threads, serving, small_net, train
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
-from thinwire.server.client import ServerError
-from thinwire.server.protocol import Kind, Message, hello_of, parse, with_json
+from thinwire.errors import ServerError
+from thinwire.server.protocol import Message, MessageKind, hello_of, parse, with_json
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect
@@ -29,14 +29,14 @@ def counting(**options: Any) -> Server:
     return Server(model, optimizer, reduce="sum", codec=0.3, cut=700, timeout=2.0, **options)
 
 
-class Noting(Codec):
-    """Notes which gradients it was given."""
+class CountingCodec(Codec):
+    """A codec that counts the gradients that it encodes."""
 
     def __init__(self) -> None:
         super().__init__(TopK(0.3), Float32(), min_numel=10)
         self.given: dict[str, int] = {}
 
-    def fresh(self) -> "Noting":
+    def fresh(self) -> "CountingCodec":
         return self
 
     def encode(self, tensors: Any, **options: Any) -> Frame:
@@ -46,20 +46,20 @@ class Noting(Codec):
 
 
 LOSSES = {
-    "a push": ("out", Kind.PUSH, 7),
-    "the acknowledgement of a push that counted": ("in", Kind.ACK, 9),
-    "a pull": ("out", Kind.PULL, 20),
-    "a change": ("in", Kind.DELTA, 11),
-    "the full parameters": ("in", Kind.WHOLE, 2),
-    "a receipt": ("out", Kind.GOT, 9),
-    "a hello": ("out", Kind.HELLO, 1),
-    "a welcome": ("in", Kind.WELCOME, 1),
+    "a push": ("out", MessageKind.PUSH, 7),
+    "the acknowledgement of a push that counted": ("in", MessageKind.ACK, 9),
+    "a pull": ("out", MessageKind.PULL, 20),
+    "a change": ("in", MessageKind.DELTA, 11),
+    "the full parameters": ("in", MessageKind.FULL, 2),
+    "a receipt": ("out", MessageKind.RECEIVED, 9),
+    "a hello": ("out", MessageKind.HELLO, 1),
+    "a welcome": ("in", MessageKind.WELCOME, 1),
 }
 
 
 @pytest.mark.parametrize("losses", [*([what] for what in LOSSES), list(LOSSES)], ids=[*LOSSES, "all of them"])
-def test_whatever_message_is_lost_every_gradient_counts_once(losses: list[str]) -> None:
-    server, codec, model = counting(), Noting(), Ones()
+def test_every_gradient_counts_once_whichever_message_is_lost(losses: list[str]) -> None:
+    server, codec, model = counting(), CountingCodec(), Ones()
     with serving(server) as address:
         connection = Leaky(address, *(LOSSES[what] for what in losses))
         with Worker(connection, model, codec) as worker:
@@ -76,15 +76,17 @@ def test_whatever_message_is_lost_every_gradient_counts_once(losses: list[str]) 
             assert torch.equal(counted + kept, torch.full_like(kept, codec.given[piece.name])), piece.name
 
 
-def stranger(address: str, messages: list[Any]) -> list[Message]:
-    """Say something to the server; returns what it answers, up to a refusal."""
+def send_without_session(address: str, messages: list[Any]) -> list[Message]:
+    """Send messages without a session; return the server's answers up to a refusal."""
     connection = connect(address)
     heard: list[Message] = []
     try:
         for message in messages:
             connection.send(message.parts() if isinstance(message, Message) else message)
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not any(m.kind in (Kind.REFUSED, Kind.AGAIN) for m in heard):
+        while time.monotonic() < deadline and not any(
+            m.kind in (MessageKind.REFUSED, MessageKind.REJOIN) for m in heard
+        ):
             heard += [parse(parts) for parts in connection.poll(0.1)]
     finally:
         connection.close()
@@ -92,25 +94,25 @@ def stranger(address: str, messages: list[Any]) -> list[Message]:
 
 
 def admitted(address: str, model: nn.Module, recipe: str = "") -> tuple[Connection, int, int]:
-    """A connection that is in: it, its session and its first step."""
+    """Join by hand; return the connection, the session and the first step."""
     connection = connect(address)
-    connection.send(with_json(Kind.HELLO, **hello_of(model, recipe, None, "x")).parts())
+    connection.send(with_json(MessageKind.HELLO, **hello_of(model, recipe, None, "x")).parts())
     while True:
         for parts in connection.poll(1.0):
             message = parse(parts)
-            if message.kind is Kind.WELCOME:
+            if message.kind is MessageKind.WELCOME:
                 return connection, message.session, message.json["first"]
 
 
 BAD: dict[str, Callable[[int, int], Message]] = {
-    "header": lambda s, c: Message(Kind.PUSH, s, body=b"x" * 100, clock=c),
-    "layer": lambda s, c: Message(Kind.PUSH, s, layer=2**32 - 1, clock=c),
-    "clock": lambda s, c: Message(Kind.PUSH, s, clock=c + 5, body=good_frame()),
-    "pull": lambda s, c: Message(Kind.PULL, s, clock=c + 7),
-    "got": lambda s, c: Message(Kind.GOT, s, number=10**12),
-    "kind": lambda s, c: Message(Kind.ACK, s),
-    "figures": lambda s, c: Message(Kind.BEAT, s, body=b'{"step": 1' + b"0" * 400 + b"}"),
-    "buffers": lambda s, c: Message(Kind.BUFFERS, s, body=b"123"),
+    "header": lambda s, c: Message(MessageKind.PUSH, s, body=b"x" * 100, clock=c),
+    "layer": lambda s, c: Message(MessageKind.PUSH, s, layer=2**32 - 1, clock=c),
+    "clock": lambda s, c: Message(MessageKind.PUSH, s, clock=c + 5, body=good_frame()),
+    "pull": lambda s, c: Message(MessageKind.PULL, s, clock=c + 7),
+    "got": lambda s, c: Message(MessageKind.RECEIVED, s, number=10**12),
+    "kind": lambda s, c: Message(MessageKind.ACK, s),
+    "figures": lambda s, c: Message(MessageKind.HEARTBEAT, s, body=b'{"step": 1' + b"0" * 400 + b"}"),
+    "buffers": lambda s, c: Message(MessageKind.BUFFERS, s, body=b"123"),
 }
 
 
@@ -118,7 +120,7 @@ def good_frame() -> bytes:
     return Codec(1.0, Float32()).encode({"w": torch.ones(600)}).tobytes()
 
 
-def test_nonsense_drops_its_sender_and_never_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_messages_end_the_session_of_their_sender_only(caplog: pytest.LogCaptureFixture) -> None:
     def figures(member: Any, said: dict[str, Any]) -> None:
         float(said["step"])
 
@@ -126,21 +128,21 @@ def test_nonsense_drops_its_sender_and_never_the_server(caplog: pytest.LogCaptur
     with serving(server) as address, caplog.at_level(logging.WARNING):
         noise = [[os.urandom(36)], [b""], [os.urandom(36)] * 3, [b"TWPS" + bytes(32)]]
         for parts in noise:
-            assert stranger(address, [parts])[-1].kind is Kind.REFUSED
-        assert stranger(address, [Message(Kind.PUSH, 12345)])[-1].kind is Kind.AGAIN
+            assert send_without_session(address, [parts])[-1].kind is MessageKind.REFUSED
+        assert send_without_session(address, [Message(MessageKind.PUSH, 12345)])[-1].kind is MessageKind.REJOIN
         for what, bad in BAD.items():
             connection, session, first = admitted(address, Ones())
             connection.send(bad(session, first).parts())
             heard: list[Message] = []
             deadline = time.monotonic() + 20
-            while not any(m.kind is Kind.REFUSED for m in heard) and time.monotonic() < deadline:
+            while not any(m.kind is MessageKind.REFUSED for m in heard) and time.monotonic() < deadline:
                 heard += [parse(parts) for parts in connection.poll(0.1)]
-            assert any(m.kind is Kind.REFUSED for m in heard), what
+            assert any(m.kind is MessageKind.REFUSED for m in heard), what
             connection.close()
-        # A member that sends noise is out as well, and not a stranger.
+        # A member that sends random bytes is removed as well.
         connection, _, _ = admitted(address, Ones())
         connection.send([os.urandom(36)])
-        while server.members.active:
+        while server.membership.active:
             time.sleep(0.01)
         connection.close()
         with Worker(address, model := Ones(), "dense") as worker:
@@ -149,11 +151,11 @@ def test_nonsense_drops_its_sender_and_never_the_server(caplog: pytest.LogCaptur
                 worker.step()
             worker.wait()
     assert {float(-p.detach().max()) for p in server.model.parameters()} == {3.0}
-    assert "a stranger is refused: this is not a message of thinwire's" in caplog.text
-    assert "worker 0 (x) is refused: there is no part 0 of a layer 4294967295" in caplog.text
+    assert "the server refuses a message of an unknown peer: this is not a message of thinwire's" in caplog.text
+    assert "the server refuses a message of worker 0 (x): there is no part 0 of a layer 4294967295" in caplog.text
 
 
-def test_a_worker_with_another_recipe_or_model_is_refused_by_name() -> None:
+def test_a_refusal_names_the_other_recipe_or_parameter() -> None:
     server = counting(recipe="ones")
     with serving(server) as address:
         with pytest.raises(ServerError, match="the worker trains the recipe 'twos', the server 'ones'"):
@@ -162,18 +164,18 @@ def test_a_worker_with_another_recipe_or_model_is_refused_by_name() -> None:
             Worker(address, small_net(), "dense", recipe="ones")
 
 
-def test_an_error_of_the_owner_is_not_the_workers() -> None:
+def test_an_error_in_on_step_is_raised_by_run_and_ends_the_training() -> None:
     def fail(server: Server) -> None:
         raise ValueError("my own mistake")
 
-    server, crew = counting(on_step=fail), Crew()
+    server, threads = counting(on_step=fail), Threads()
     told: list[str | None] = []
     with pytest.raises(ValueError, match="my own mistake"), serving(server) as address:
-        crew.start(lambda: told.append(train_ones(address)))
+        threads.start(lambda: told.append(train_ones(address)))
         while server.clock.step < 1:
             time.sleep(0.01)
-    crew.join()
-    assert told == ["failed"]  # and need not wait for a server that is gone
+    threads.join()
+    assert told == ["failed"]  # the worker does not wait for a server that is gone
 
 
 def train_ones(address: str, steps: int = 10**9, **options: Any) -> str | None:
@@ -187,26 +189,26 @@ def train_ones(address: str, steps: int = 10**9, **options: Any) -> str | None:
         return worker.stopped
 
 
-def test_twenty_joins_and_leaves_and_everybody_hears_of_the_end() -> None:
-    server, crew = counting(expect=2), Crew()
+def test_all_workers_learn_of_the_end_after_twenty_joins_and_leaves() -> None:
+    server, threads = counting(expect=2), Threads()
     with serving(server) as address:
         for _ in range(2):
-            crew.start(train_ones, address)
+            threads.start(train_ones, address)
         for i in range(20):
             train_ones(address, steps=1 + i % 3)
-        late = crew.start(train_ones, address)
-        while server.members.joined < 23:
+        late = threads.start(train_ones, address)
+        while server.membership.joined < 23:
             time.sleep(0.01)
         server.stop("target")
         late.join(30)
-        crew.join()
-    assert server.members.joined == 23
+        threads.join()
+    assert server.membership.joined == 23
     counts = {int(-value) for p in server.model.parameters() for value in p.detach().view(-1)}
-    assert min(counts) >= 2 * 20  # each of the twenty had company
+    assert min(counts) >= 2 * 20  # two others trained with each of the twenty
 
 
 @pytest.mark.parametrize("mode", ["bsp", "async"])
-def test_a_gradient_that_is_not_finite_counts_for_nothing(mode: Any) -> None:
+def test_a_gradient_that_is_not_finite_is_not_applied(mode: Any) -> None:
     model = small_net()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.1), mode=mode, codec=0.2)
     start = [p.detach().clone() for p in model.parameters()]
@@ -220,9 +222,9 @@ def test_a_gradient_that_is_not_finite_counts_for_nothing(mode: Any) -> None:
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
 
 
-def test_sums_beyond_float32_are_left_out() -> None:
+def test_sums_beyond_float32_are_not_applied() -> None:
     server = counting(expect=2)
-    crew = Crew()
+    threads = Threads()
 
     def work() -> None:
         net = Ones()
@@ -233,21 +235,21 @@ def test_sums_beyond_float32_are_left_out() -> None:
             worker.wait()
 
     with serving(server, max_steps=3) as address:
-        crew.start(work), crew.start(work)
-        crew.join()
+        threads.start(work), threads.start(work)
+        threads.join()
     assert {float(v) for p in server.model.parameters() for v in p.detach().view(-1)} == {-4.0}
 
 
-def test_train_helper_still_learns_after_a_lost_session() -> None:
-    """The server forgets a worker at step 5; it comes back by itself."""
+def test_a_worker_rejoins_after_the_server_ended_its_session() -> None:
+    """The server removes a worker at step 5, and the worker joins again by itself."""
 
     def forget(server: Server) -> None:
-        if server.clock.step == 5 and server.members.joined == 1:
-            server._attendance.leave(next(iter(server.members.active.values())), stays=True)
+        if server.clock.step == 5 and server.membership.joined == 1:
+            server.membership.leave(next(iter(server.membership.active.values())), keep_connection=True)
 
     model = small_net()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.4), codec=0.2, on_step=forget)
     with serving(server, max_steps=12) as address:
         train(address, 0, codec=0.2)
-    assert server.members.joined == 2
+    assert server.membership.joined == 2
     assert server.clock.step == 12

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.server.serving import gradients, serving, small_net
 from thinwire.errors import LogError
-from thinwire.server.schedule import POLICIES, Policy, Request, Staleness
+from thinwire.server.schedule import POLICIES, Policy
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.tools.race.profile import LayerTimes, Profiler, read_profile, write_profile
@@ -74,16 +74,9 @@ def test_by_hand_workers_share_the_servers_link() -> None:
     assert ms(simulate(case([4], workers=2, slowness=(1.0, 3.0)), "fifo")) == 10 + 8 + 6 + 4
 
 
-class Ranked(Policy):
-    """Layers in one fixed order."""
-
-    name = "ranked"
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-
-    def key(self, request: Request, arrival: int, known: Staleness) -> tuple[int, ...]:
-        return (self.ranks[request.layer],)
+def fixed_order(ranks: tuple[int, ...]) -> Policy:
+    """A policy that sends layers in one fixed order."""
+    return lambda request, arrival, known: (ranks[request.layer],)
 
 
 @pytest.mark.parametrize("transfer", [[2, 2, 2, 2], [6, 3, 3, 3], [1, 1, 1, 4]])
@@ -92,7 +85,7 @@ def test_forward_is_the_best_of_all_fixed_orders(transfer: list[float], monkeypa
     tiny = Case(layers, workers=2, iterations=3, slices=even_slices(layers, 4))
     makespans = []
     for ranks in permutations(range(4)):
-        monkeypatch.setitem(POLICIES, "ranked", Ranked(ranks))
+        monkeypatch.setitem(POLICIES, "ranked", fixed_order(ranks))
         makespans.append(simulate(tiny, "ranked").makespan)
     assert simulate(tiny, "forward").makespan == makespans[0] == min(makespans)
     assert simulate(tiny, "fifo").makespan == max(makespans) > min(makespans)

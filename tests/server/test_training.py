@@ -1,4 +1,4 @@
-"""The parameter server trains: the same bits as one process, in every mode, with both directions compressed."""
+"""The parameter server trains as one process does, in every mode, with both directions compressed."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.server.serving import Crew, accuracy, batch, gradients, serving, small_net, train
+from tests.server.serving import Threads, accuracy, batch, gradients, serving, small_net, train
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import NoFeedback
 from thinwire.codec.selection import TopK
@@ -24,7 +24,7 @@ def sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
 
 
 def reference(workers: int, steps: int, reduce: str) -> nn.Module:
-    """The same algorithm in one process: gradients of all workers in turn, added, one step of the optimizer."""
+    """Train in one process: add the gradients of all workers in turn, then make one step of the optimizer."""
     model = small_net()
     optimizer = sgd(model)
     for step in range(steps):
@@ -46,11 +46,11 @@ def trained(
 ) -> Server:
     model = small_net()
     server = Server(model, sgd(model, momentum), expect=workers, **options)
-    crew = Crew()
+    threads = Threads()
     with serving(server, max_steps=steps) as address:
         for slot in range(workers):
-            crew.start(lambda slot=slot: train(address, slot, codec=push, overlap=overlap))
-        crew.join()
+            threads.start(lambda slot=slot: train(address, slot, codec=push, overlap=overlap))
+        threads.join()
     return server
 
 
@@ -88,10 +88,10 @@ def test_every_mode_and_policy_learns_with_both_ways_compressed(mode: str, polic
     assert all(p.isfinite().all() for p in server.model.parameters())
 
 
-def test_worker_and_server_differ_by_what_the_server_holds_back() -> None:
+def test_worker_and_server_differ_by_the_servers_residual() -> None:
     model = small_net()
     server = Server(model, sgd(model), expect=2, codec=0.05, cut=2000)
-    crew = Crew()
+    threads = Threads()
     workers: dict[int, nn.Module] = {}
 
     def work(slot: int) -> None:
@@ -108,26 +108,26 @@ def test_worker_and_server_differ_by_what_the_server_holds_back() -> None:
     meeting = threading.Barrier(3)
     with serving(server) as address:
         for slot in range(2):
-            crew.start(work, slot)
+            threads.start(work, slot)
         meeting.wait(60)
         held = 0
-        for member in server.members.active.values():
+        for member in server.membership.active.values():
             names = dict(workers[member.slot].named_parameters())
             for layer, part in server.layout.places():
                 pieces = server.layout.layers[layer].parts[part]
-                for piece, missing in zip(pieces, server.views.held_back(member.session, layer, part), strict=True):
+                for piece, missing in zip(pieces, server.replicas.residual(member.session, layer, part), strict=True):
                     mine = dict(model.named_parameters())[piece.parameter].detach().view(-1)[piece.begin : piece.end]
                     theirs = names[piece.parameter].detach().view(-1)[piece.begin : piece.end]
                     assert torch.equal(mine - theirs, missing)
                     held += int((missing != 0).sum())
-        assert held > 0  # else nothing was proved
+        assert held > 0  # otherwise the test proves nothing
         meeting.wait(30)
-        crew.join()
+        threads.join()
     assert same_bits(workers[0], workers[1])
 
 
 class Branched(nn.Module):
-    """A layer that is always used, and one that is used if somebody likes."""
+    """A layer that is always used, and one that is used on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,23 +139,23 @@ class Branched(nn.Module):
         return out
 
 
-def test_a_layer_that_a_step_does_without_does_not_run_ahead() -> None:
-    """What one worker used in the last step and does not in this one waits for who has not pushed it yet."""
+def test_a_layer_that_a_step_does_not_use_does_not_run_ahead() -> None:
+    """A layer that this step does not use still waits for workers that have not pushed its last step."""
     server = Server(model := Branched(), torch.optim.SGD(model.parameters(), lr=0.1), expect=2, codec=None)
-    crew = Crew()
+    threads = Threads()
 
     def work(slot: int) -> None:
         net = Branched()
         with Worker(address, net, DENSE, slot=slot) as worker:
             while worker.stopped is None:
                 net(batch(worker.clock, slot)[0], worker.clock % 2 == slot).square().mean().backward()
-                time.sleep(0.05 * slot)  # pushes of layers that were not used come with the step
+                time.sleep(0.05 * slot)  # layers that were not used are pushed by `step`
                 worker.step()
 
     with serving(server, max_steps=8) as address:
         for slot in range(2):
-            crew.start(work, slot)
-        crew.join()
+            threads.start(work, slot)
+        threads.join()
     assert server.clock.step == 8
 
 
@@ -165,20 +165,20 @@ def test_the_last_step_before_a_worker_leaves_counts(transport: str) -> None:
     with serving(server, transport=transport) as address:
         train(address, 0, codec=DENSE, steps=5)
         deadline = time.monotonic() + 20
-        while server.members.active and time.monotonic() < deadline:
+        while server.membership.active and time.monotonic() < deadline:
             time.sleep(0.01)
         assert set(server.clock.lowest) == {5}
     assert same_bits(server.model, reference(1, 5, "mean"))
 
 
-def test_who_is_slower_and_goes_on_is_not_thrown_out() -> None:
-    """Bounded staleness lets a slow worker be the last for ever, which is no lack of progress."""
+def test_a_slow_worker_that_makes_progress_is_not_evicted() -> None:
+    """With bounded staleness a slow worker may always be the last, which is not a lack of progress."""
     server = Server(model := small_net(), sgd(model), expect=2, codec=None, mode="ssp", bound=3, stall=0.4)
-    crew = Crew()
+    threads = Threads()
     with serving(server, max_steps=30) as address:
         for slot in range(2):
-            crew.start(
+            threads.start(
                 lambda slot=slot: train(address, slot, codec=DENSE, each=lambda worker: time.sleep(0.05 if slot else 0))
             )
-        crew.join()
-    assert server.members.left == 0
+        threads.join()
+    assert server.membership.left == 0

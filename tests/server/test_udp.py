@@ -1,4 +1,4 @@
-"""Training over datagrams: lost ones change when a gradient counts and never what both sides believe."""
+"""Training over datagrams: lost ones delay gradients, and server and worker still agree on the parameters."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.server.serving import Crew, accuracy, gradients, serving, small_net, train
+from tests.server.serving import Threads, accuracy, gradients, serving, small_net, train
 from tests.server.test_training import DENSE, reference, same_bits, sgd
 from tests.transport.lossy_socket import lose
 from thinwire.codec.codec import Codec
@@ -17,7 +17,7 @@ from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
 from thinwire.errors import TransportError
 from thinwire.server.membership import Member
-from thinwire.server.replicas import LossyViews
+from thinwire.server.replicas import LossyReplicas
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.tools.race.served import check_terms
@@ -29,64 +29,64 @@ from thinwire.transport.udp.packet import EnvelopeKind, read_envelope, read_reco
 
 
 def one_layer() -> nn.Module:
-    """A single part, to keep many steps short; large enough for several datagrams a step."""
+    """A single part, so that steps are short, which still takes several datagrams."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(20, 96))
 
 
-def test_without_loss_it_equals_one_process_bit_for_bit() -> None:
+def test_training_without_loss_equals_one_process_bit_for_bit() -> None:
     model = small_net()
     server = Server(model, sgd(model), expect=2, codec=None, cut=2000)
-    crew = Crew()
+    threads = Threads()
     with serving(server, max_steps=8, transport="udp") as address:
         for slot in range(2):
-            crew.start(lambda slot=slot: train(address, slot, codec=DENSE))
-        crew.join()
+            threads.start(lambda slot=slot: train(address, slot, codec=DENSE))
+        threads.join()
     assert same_bits(server.model, reference(2, 8, "mean"))
 
 
 @pytest.mark.parametrize(("mode", "on_loss"), [("async", "restore"), ("bsp", "ignore")])
-def test_it_learns_through_loss(mode: str, on_loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_learns_in_spite_of_loss(mode: str, on_loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lose(monkeypatch, 0.2)
     model = small_net()
     server = Server(model, sgd(model, 0.0), expect=2, codec=0.2, cut=2000, mode=mode, on_loss=on_loss)  # type: ignore[arg-type]
-    crew = Crew()
+    threads = Threads()
     workers: list[Worker] = []
     with serving(server, max_steps=100, transport="udp") as address:
         for slot in range(2):
-            crew.start(lambda slot=slot: workers.append(train(address, slot, codec=0.2)))
-        crew.join()
+            threads.start(lambda slot=slot: workers.append(train(address, slot, codec=0.2)))
+        threads.join()
     assert accuracy(server.model) > 0.6  # a guess is right in 25 % of cases; which datagrams are lost is chance
-    assert all((worker._courier.pushes.restored > 0) == (on_loss == "restore") for worker in workers)
+    assert all((worker._client.pushes.restored > 0) == (on_loss == "restore") for worker in workers)
 
 
 def assert_agreed(server: Server, member: Member, net: nn.Module) -> None:
-    """The server's view of a worker is its model bit for bit, but for what it is owed."""
-    assert isinstance(server.views, LossyViews)
+    """Check that a worker's replica equals its model bit for bit, except for entries known as lost."""
+    assert isinstance(server.replicas, LossyReplicas)
     own, theirs = dict(server.model.named_parameters()), dict(net.named_parameters())
     for layer, part in server.layout.places():
         pieces = server.layout.layers[layer].parts[part]
-        owed = server.views.owed(member.session, layer, part)
-        all_missing = server.views.held_back(member.session, layer, part)
+        lost = server.replicas.lost_entries(member.session, layer, part)
+        all_missing = server.replicas.residual(member.session, layer, part)
         for tensor, (piece, missing) in enumerate(zip(pieces, all_missing, strict=True)):
             ours = own[piece.parameter].detach().view(-1)[piece.begin : piece.end]
-            view = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]
+            replica = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]
             agreed = torch.ones(len(missing), dtype=torch.bool)
-            agreed[owed.get(tensor, torch.tensor([], dtype=torch.int64))] = False
-            assert agreed.float().mean() > 0.8 or len(agreed) < 100  # of a step's 10 %, what was lost last
-            assert torch.equal((ours - view)[agreed], missing[agreed])
+            agreed[lost.get(tensor, torch.tensor([], dtype=torch.int64))] = False
+            assert agreed.float().mean() > 0.8 or len(agreed) < 100  # at most what was lost of one step's 10 %
+            assert torch.equal((ours - replica)[agreed], missing[agreed])
 
 
-def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
+def test_server_and_worker_agree_after_five_hundred_steps_with_twenty_percent_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server's view of a worker is its model bit for bit, but for what it is owed, and no gradient is lost."""
+    """Every replica equals its worker's model, except for entries known as lost, and no gradient is lost."""
     lose(monkeypatch, 0.2)
     monkeypatch.setattr(udp_listener, "MTU", 300)  # many datagrams even of a small model
     model = one_layer()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.0625), expect=2, codec=0.1, reduce="sum")
     begun = [p.detach().clone() for p in model.parameters()]
-    crew, meeting = Crew(), threading.Barrier(3)
+    threads, meeting = Threads(), threading.Barrier(3)
     workers: dict[int, Worker] = {}
     pushed = {slot: [torch.zeros_like(p) for p in model.parameters()] for slot in range(2)}
 
@@ -106,16 +106,16 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
 
     with serving(server, transport="udp") as address:
         for slot in range(2):
-            crew.start(work, slot)
+            threads.start(work, slot)
         meeting.wait(200)
-        # The last parts are there, the reports of what arrived of them may still be under way.
+        # The last parts have arrived, but the reports on them may still be in flight.
         deadline = time.monotonic() + 60
-        while any(m.pool.under_way for m in server.members.active.values()) or any(
-            w._courier.pushes.unacknowledged for w in workers.values()
+        while any(m.pool.in_flight for m in server.membership.active.values()) or any(
+            w._client.pushes.unacknowledged for w in workers.values()
         ):
             assert time.monotonic() < deadline, "reports of what arrived are missing"
             time.sleep(0.02)
-        for member in server.members.active.values():
+        for member in server.membership.active.values():
             assert_agreed(server, member, workers[member.slot].model)
             figures = server.listener_figures(member)
             assert figures["datagrams_lost"] > 100 and figures["datagrams_missing"] > 100
@@ -125,11 +125,11 @@ def test_five_hundred_steps_through_twenty_percent_loss_leave_both_sides_agreed(
             held = [workers[slot].codec.residuals(whole)["residual"].view_as(p) for slot in range(2)]
             torch.testing.assert_close(applied + held[0] + held[1], one + two, rtol=0.0, atol=2e-2)
         meeting.wait(60)
-        crew.join()
+        threads.join()
 
 
 def lose_a_report(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One message with nothing but reports is lost, as with a connection, when a worker has said forty things."""
+    """Lose one message that has only reports, as a broken connection does, after forty messages of a worker."""
     lost: list[str] = []
     said: Counter[int] = Counter()
     true = TcpConnection.send
@@ -149,21 +149,21 @@ def lose_a_report(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["bsp", "async"])
-def test_a_report_that_is_lost_with_a_connection_ends_the_session_and_nothing_else(
+def test_a_report_that_is_lost_with_a_connection_only_ends_the_session(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = lose_a_report(monkeypatch)
     model = small_net()
     server = Server(model, sgd(model), expect=2, codec=0.1, cut=2000, mode=mode)  # type: ignore[arg-type]
-    crew = Crew()
+    threads = Threads()
     with serving(server, max_steps=60, transport="udp") as address:
         for slot in range(2):
-            crew.start(lambda slot=slot: train(address, slot))
-        crew.join()
-    assert lost and server.members.left >= 1 and server.clock.step >= 60
+            threads.start(lambda slot=slot: train(address, slot))
+        threads.join()
+    assert lost and server.membership.left >= 1 and server.clock.step >= 60
 
 
-def test_words_of_the_command_line() -> None:
+def test_options_of_the_command_line_are_checked() -> None:
     assert check_terms("topk1", None, "bsp", "mean", "forward", "udp", "ignore", 1200)["on_loss"] == "ignore"
     for transport, on_loss, mtu, match in (
         ("tcp", "ignore", None, "go with --transport udp"),

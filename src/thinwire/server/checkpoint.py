@@ -1,7 +1,7 @@
-"""Store: the server's checkpoint, written whole or not at all.
+"""Checkpoint: the server's state in one file, which is replaced as a whole or not at all.
 
-It holds what cannot be had again: model, optimizer, clocks, and which pushes have been counted. What the server holds
-back for its workers need not be saved: they come back for the full parameters, which leaves nothing held back.
+The file holds the model, the optimizer, the step, and which pushes of each worker have been accepted. The workers'
+replicas are not saved: after a restart every worker pulls the parameters in full.
 """
 
 import contextlib
@@ -14,24 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ServerCheckpointError
 
 log = logging.getLogger("thinwire.server")
-_VERSION = 2
-
-
-class StoreError(ThinwireError):
-    """A checkpoint cannot be used."""
+_VERSION = 3
 
 
 @dataclass(frozen=True)
-class Store:
-    """One file in a folder."""
+class ServerCheckpoint:
+    """The checkpoint of a server in a folder."""
 
     folder: Path
 
     @property
     def path(self) -> Path:
+        """The file."""
         return self.folder / "server.pt"
 
     def save(
@@ -40,10 +37,10 @@ class Store:
         optimizer: torch.optim.Optimizer,
         cut: int,
         step: int,
-        counted: dict[str, list[int]],
+        accepted_steps: dict[str, list[int]],
         extra: dict[str, float],
     ) -> bool:
-        """Write a checkpoint; a full disk or the like is reported, and training goes on."""
+        """Write the checkpoint and return whether that was possible; if not, log why, and training goes on."""
         partial = self.path.with_suffix(".partial")
         state = {
             "version": _VERSION,
@@ -51,7 +48,7 @@ class Store:
             "step": step,
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "counted": counted,
+            "accepted_steps": accepted_steps,
             "extra": extra,
         }
         try:
@@ -64,37 +61,40 @@ class Store:
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
             log.warning(
-                "cannot write the checkpoint %s (%s): training goes on without it; make room or choose another folder",
+                "the server cannot write the checkpoint %s (%s) and continues without it: "
+                "free some space or choose another folder",
                 self.path,
                 reason,
             )
-            with contextlib.suppress(OSError):  # nor may there be a way to it
+            with contextlib.suppress(OSError):  # the folder itself may be missing
                 partial.unlink(missing_ok=True)
             return False
         return True
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, cut: int) -> dict[str, Any] | None:
-        """Take over the checkpoint if there is one; returns its step, counted pushes and extra figures."""
+        """Load the model and the optimizer; return step, accepted steps and extra figures, or None without a file."""
         try:
             if not self.path.exists():
                 return None
             state = torch.load(self.path, weights_only=True)
             if state["version"] != _VERSION:
-                raise ValueError(f"it has version {state['version']}, this thinwire reads {_VERSION}")
+                raise ValueError(f"it has version {state['version']}, this thinwire reads version {_VERSION}")
             if state["cut"] != cut:
                 raise ValueError("the model was cut in other parts: serve it with the same codec and optimizer")
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-            return {"step": int(state["step"]), "counted": dict(state["counted"]), "extra": dict(state["extra"])}
+            figures = {name: dict(state[name]) for name in ("accepted_steps", "extra")}
+            return {"step": int(state["step"]), **figures}
         except Exception as error:  # torch raises many kinds for files that are not its own
             reason = " ".join(str(error).split())[:200]
-            raise StoreError(
-                f"the checkpoint {self.path} cannot be used ({reason}): remove it or choose another folder"
+            raise ServerCheckpointError(
+                f"the checkpoint {self.path} cannot be used ({reason}): finish this training with the thinwire that "
+                "wrote it, or remove the file or choose another folder to start a new training"
             ) from error
 
 
 def stored_step(folder: Path) -> int:
-    """The step of the checkpoint in a folder; 0 if there is none, or none that can be read (`load` says why)."""
+    """Return the step of the checkpoint in a folder; 0 if there is none, or none that can be read (`load` says why)."""
     try:
         return int(torch.load(folder / "server.pt", weights_only=True)["step"])
     except Exception:

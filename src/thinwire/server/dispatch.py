@@ -1,6 +1,6 @@
-"""Desk: what the server does with each message that arrives.
+"""Dispatch: what the server does with each message that arrives.
 
-Messages are checked before they are believed: whoever sends nonsense is refused, with the reason.
+Messages are checked before they are used. The server refuses an invalid message and tells its sender why.
 """
 
 import logging
@@ -12,331 +12,187 @@ from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Aggregator, Clock
 from thinwire.server.layout import Buffers, Layout
-from thinwire.server.membership import Member, Members, Post, Reception
-from thinwire.server.protocol import STALENESS, Kind, Message, parse, with_json
-from thinwire.server.replicas import Arrived, LossyViews, Views
+from thinwire.server.membership import Member, Membership, SendQueue
+from thinwire.server.protocol import STALENESS, Message, MessageKind, parse
+from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas
 from thinwire.server.schedule import Request
 from thinwire.transport.base import Parts, Peer
 
 log = logging.getLogger("thinwire.server")
 
-# What an answer is taken to be before the first of its part is known.
-GUESS = 1 << 18
+OnFigures = Callable[[Member, dict[str, Any]], None]
+# The assumed bytes of a reply before the first one of its part is known.
+_ASSUMED_BYTES = 1 << 18
 
 
-class Answers:
-    """Answers the pulls of all members."""
+class PullHandler:
+    """Answers the pulls of all members, each when its part is fresh enough and fits in the member's window."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        clock: Clock,
-        views: Views,
-        post: Post,
-    ) -> None:
-        self._layout, self._clock, self._views, self._post = layout, clock, views, post
+    def __init__(self, layout: Layout, clock: Clock, replicas: Replicas, send_queue: SendQueue) -> None:
+        self._layout, self._clock, self._replicas, self._send_queue = layout, clock, replicas, send_queue
         self._places = list(layout.places())
         self._sizes: dict[tuple[int, int], int] = {}
 
-    def ask(self, member: Member, number: int, clock: int, *, whole: bool) -> None:
-        """Note a pull, and let it go if it need not wait. One of a part at a time, each after its push."""
-        if number in member.asked:
+    def pull(self, member: Member, number: int, clock: int, *, full: bool) -> None:
+        """Take a pull of a part, and answer it if it need not wait.
+
+        A member may have one pull of a part at a time, and only after its push of the step before.
+        """
+        if number in member.unanswered:
             raise MessageError(f"a pull of part {number} waits already")
-        due = self._clock.members[member.session].due[number]
+        due = self._clock.workers[member.session].due[number]
         if clock != due:
             raise MessageError(f"part {number} was pulled for step {clock}, and step {due} is due")
-        member.asked.add(number)
-        member.parked[number] = clock, whole
+        member.unanswered.add(number)
+        member.pending[number] = clock, full
         self.release(member, number)
 
     def release(self, member: Member, number: int) -> None:
-        """Let the pull of a part go if it need not wait any more."""
-        waiting = member.parked.get(number)
-        if waiting is not None and self._clock.may_use(number, waiting[0]):
-            clock, whole = member.parked.pop(number)
+        """Answer a member's pull of a part if the part is fresh enough by now."""
+        pending = member.pending.get(number)
+        if pending is not None and self._clock.may_use(number, pending[0]):
+            clock, full = member.pending.pop(number)
             layer, part = self._places[number]
-            size = self._sizes.get((layer, part), GUESS)
-            # The sign of the part tells how it was asked for.
-            member.pool.put(Request("pull", layer, ~part if whole else part, clock, size))
-            self.flush(member)
+            size = self._sizes.get((layer, part), _ASSUMED_BYTES)
+            # A request has no field for a pull in full: the complement of the part's number stands for it.
+            member.pool.put(Request("pull", layer, ~part if full else part, clock, size))
+            self._flush(member)
 
-    def got(self, member: Member, size: int) -> None:
-        """An answer of so many bytes has arrived."""
-        if size > member.pool.under_way:
-            raise MessageError(f"{size} bytes have arrived, of which {member.pool.under_way} were sent")
+    def received(self, member: Member, size: int) -> None:
+        """Note that replies of so many bytes have arrived at a member."""
+        if size > member.pool.in_flight:
+            raise MessageError(f"{size} bytes have arrived, of which {member.pool.in_flight} were sent")
         member.pool.done(size)
-        self.flush(member)
+        self._flush(member)
 
-    def flush(self, member: Member) -> None:
-        """Send what fits in the window."""
+    def _flush(self, member: Member) -> None:
+        """Send the replies that fit in the member's window."""
         while (request := member.pool.next()) is not None:
-            whole = request.part < 0
-            layer, part = request.layer, ~request.part if whole else request.part
+            full = request.part < 0
+            layer, part = request.layer, ~request.part if full else request.part
             number = self._layout.numbers[layer, part]
             try:
-                answer = self._views.answer(member.session, layer, part, whole=whole)
-            except MessageError as error:  # found while somebody else's message is handled: it is not that one's fault
-                log.warning("%s cannot be answered: %s", member.label, error)
-                self._post.lost.append(member)
+                reply = self._replicas.reply(member.session, layer, part, full=full)
+            except MessageError as error:  # the message being handled may be another member's, which is not at fault
+                log.warning("the server cannot answer a pull of %s: %s", member.label, error)
+                self._send_queue.unreachable.append(member)
                 return
-            if answer.whole == (not self._views.deltas):
-                self._sizes[layer, part] = answer.size
-            member.pool.sent(request, answer.size)
-            member.answered[layer, part] = request.clock
+            if reply.full == (not self._replicas.deltas):
+                self._sizes[layer, part] = reply.size
+            member.pool.sent(request, reply.size)
+            member.replied[layer, part] = request.clock
             parts = range(len(self._layout.layers[layer].parts))
-            member.pool.known.here[layer] = min(member.answered.get((layer, p), -1) for p in parts)
-            member.asked.discard(number)
-            # With a bound, what a worker wants to know is the steps inside; without one, how many changes there were.
-            edition = answer.edition if self._clock.bound is None else self._clock.lowest[number]
-            kind = Kind.WHOLE if answer.whole else Kind.DELTA
-            message = Message(kind, member.session, layer, part, request.clock, edition, answer.body)
-            if isinstance(self._views, LossyViews) and not answer.whole:
-                ticket = self._post.send_pieces(member, message, answer.shards)
-                self._views.under_way(member.session, layer, part, member.peer, ticket)
+            member.pool.known.here[layer] = min(member.replied.get((layer, p), -1) for p in parts)
+            member.unanswered.discard(number)
+            # With a bound the worker is told how many steps are complete, without one how many updates there were.
+            version = reply.version if self._clock.bound is None else self._clock.lowest[number]
+            kind = MessageKind.FULL if reply.full else MessageKind.DELTA
+            message = Message(kind, member.session, layer, part, request.clock, version, reply.body)
+            if isinstance(self._replicas, LossyReplicas) and not reply.full:
+                ticket = self._send_queue.send_shards(member, message, reply.shards)
+                self._replicas.sent(member.session, layer, part, member.peer, ticket)
             else:
-                self._post.send(member, message)
+                self._send_queue.send(member, message)
 
 
-class Progress:
-    """Moves the parts of the model on; `noted` is called whenever one may have completed a step of all."""
+class MessageDispatcher:
+    """Handles all messages, of members and of unknown peers, and applies pushed gradients as the clock allows.
+
+    staleness: whether each ACK tells the worker how far the others are.
+    on_advance: called whenever a step may have become complete in all parts.
+    """
 
     def __init__(
         self,
         layout: Layout,
         clock: Clock,
         aggregator: Aggregator,
-        views: Views,
-        answers: Answers,
-        members: Members,
-        noted: Callable[[], None],
+        replicas: Replicas,
+        buffers: Buffers,
+        membership: Membership,
+        send_queue: SendQueue,
+        *,
+        staleness: bool,
+        on_figures: OnFigures,
+        on_advance: Callable[[], None],
     ) -> None:
+        self._layout, self._clock, self._aggregator, self._replicas = layout, clock, aggregator, replicas
+        self._buffers, self._membership, self._send_queue = buffers, membership, send_queue
+        self._staleness, self._on_figures, self._on_advance = staleness, on_figures, on_advance
+        self._pulls = PullHandler(layout, clock, replicas, send_queue)
         self._places = list(layout.places())
-        self._clock, self._aggregator, self._views = clock, aggregator, views
-        self._answers, self._members, self._noted = answers, members, noted
+        self._handlers: dict[MessageKind, Callable[[Member, Message], None]] = {
+            MessageKind.PUSH: self._on_push,
+            MessageKind.PULL: self._on_pull,
+            MessageKind.RECEIVED: lambda member, message: self._pulls.received(member, message.number),
+            MessageKind.HEARTBEAT: self._on_heartbeat,
+            MessageKind.BUFFERS: self._on_buffers,
+            MessageKind.LEAVE: self._on_leave,
+        }
 
-    def take(self, member: Member, number: int, clock: int, frame: FrameReader | Arrived) -> bool:
-        """Keep a gradient; False if it was counted before. `follow` must come after one that was not."""
-        fresh = self._clock.push(member.session, number, clock)
-        if fresh:
-            self._aggregator.keep(member.slot, number, clock, frame)
-        return fresh
+    def handle(self, peer: Peer, parts: Parts) -> None:
+        """Do what a message asks for, or refuse it."""
+        member: Member | None = None
+        try:
+            message = parse(parts)
+            member = self._membership.find(peer, message.session)
+            if message.kind is MessageKind.HELLO:
+                self._membership.hello(peer, message)
+            elif member is not None:
+                self._handle_member(member, message, sum(map(len, parts)))
+            elif message.kind is MessageKind.LEAVE:
+                self._membership.withdraw(peer)
+            else:
+                self._membership.ask_to_rejoin(peer, message.session, "the server does not know this session")
+        except (MessageError, FrameError) as error:
+            self._refuse(peer, member or self._membership.by_peer(peer), error)
 
-    def follow(self, member: Member, number: int, clock: int) -> None:
-        """What follows from a gradient that was taken."""
-        if self._clock.members[member.session].reached > clock:
-            member.steps.append(time.monotonic())
-            member.holding = None  # it goes on, if slower than the others
-        if self._clock.bound is None:
-            self._apply_one(member, number, clock)
-        else:
-            self._complete(number)
+    def handle_report(self, peer: Peer, ticket: int, lost: frozenset[int]) -> None:
+        """Handle the transport's report on a delta in shards, which takes the place of a RECEIVED message."""
+        settled = self._replicas.settle(peer, ticket, lost)
+        member = None if settled is None else self._membership.find(peer, settled[0])
+        if settled is None or member is None:
+            return
+        try:
+            self._pulls.received(member, settled[1])
+        except (MessageError, FrameError) as error:
+            self._refuse(peer, member, error)
 
-    def left(self) -> None:
-        """Somebody has left: what the others waited for may be complete without it."""
+    def handle_gap(self, peer: Peer) -> None:
+        """Restart a member's session: with a connection the transport may have lost a report, which nothing repeats."""
+        member = self._membership.by_peer(peer)
+        if member is not None:
+            self._restart_session(member)
+
+    def member_left(self, member: Member) -> None:
+        """Forget a member that has left, and apply the steps that are complete without it."""
+        self._replicas.forget(member.session)
         for number in range(len(self._places)):
             if self._clock.bound is not None:
                 self._complete(number)
             else:
                 self._clock.settle(number)
-        self._noted()
+        self._on_advance()
 
-    def holding_up(self) -> list[int]:
-        """The one worker, if any, that all others wait for."""
-        reached = sorted((member.reached, session) for session, member in self._clock.members.items())
-        alone = len(reached) > 1 and self._clock.bound is not None and reached[0][0] < reached[1][0]
-        return [reached[0][1]] if alone else []
-
-    def staleness(self) -> bytes:
-        """Per layer: the lowest step, and how many workers hold it."""
-        lowest: dict[int, int] = {}  # the part of each layer that is furthest behind
-        for number, (layer, _) in enumerate(self._places):
-            if layer not in lowest or self._clock.lowest[number] < self._clock.lowest[lowest[layer]]:
-                lowest[layer] = number
-        return b"".join(STALENESS.pack(self._clock.lowest[i], self._clock.holders(i)) for i in lowest.values())
-
-    def _complete(self, number: int) -> None:
-        """Apply the steps of a part that are complete, and answer those who waited for them."""
-        moved = False
-        while self._clock.complete(number):
-            self._aggregator.apply(number, self._clock.lowest[number])
-            self._clock.advance(number)
-            self._views.changed(*self._places[number])
-            moved = True
-        if moved:
-            ready = range(len(self._places)) if self._clock.phased else [number]
-            for member in self._members.active.values():
-                for each in ready:
-                    self._answers.release(member, each)
-            self._noted()
-
-    def _apply_one(self, member: Member, number: int, clock: int) -> None:
-        self._aggregator.apply_one(member.slot, number, clock, len(self._members.active))
-        self._views.changed(*self._places[number])
-        self._clock.settle(number)
-        self._noted()
-
-
-log = logging.getLogger("thinwire.server")
-
-
-class Attendance:
-    """Lets go of members after `timeout` seconds of silence or `stall` seconds without progress, and as they leave."""
-
-    def __init__(
-        self,
-        members: Members,
-        clock: Clock,
-        views: Views,
-        progress: Progress,
-        post: Post,
-        *,
-        timeout: float,
-        stall: float,
-    ) -> None:
-        self._members, self._clock, self._views = members, clock, views
-        self._progress, self._post = progress, post
-        self._timeout, self._stall = timeout, stall
-        self._watched = time.monotonic()
-
-    def watch(self, heard: set[Peer]) -> None:
-        """Nobody waits for those who are silent, or who hold up everybody else."""
-        now = time.monotonic()
-        for member in self._members.active.values():
-            if member.peer in heard:  # before anything else takes its time
-                member.heard = now
-        if now - self._watched < min(0.25, self._timeout / 8):
-            return
-        self._watched = now
-        for member, reason in self._members.silent(self._timeout, self._stall, self._progress.holding_up()):
-            self.drop(member, reason)
-        self._members.tidy(self._timeout)
-
-    def drop_lost(self) -> None:
-        """Let go of those whom a message did not reach."""
-        while self._post.lost:  # to drop one may be to answer others, who may be lost too
-            member = self._post.lost.pop()
-            if member.session in self._members.active:
-                self.drop(member, "it cannot be reached")
-
-    def drop(self, member: Member, reason: str) -> None:
-        """Let go of a member that did not say goodbye."""
-        log.warning("%s is out: %s", member.label, reason)
-        self.leave(member)
-
-    def leave(self, member: Member, stays: bool = False) -> None:
-        """Nobody waits for this worker any more; what it pushed before stays counted. Its connection may stay."""
-        self._members.active.pop(member.session, None)
-        self._members.remember(member, self._clock.members[member.session].due)
-        self._members.left += 1
-        self._clock.leave(member.session)
-        self._views.forget(member.session)
-        if not stays:
-            self._post.listener.forget(member.peer)
-        self._progress.left()
-
-    def forget(self, peer: Peer, session: int, reason: str) -> None:
-        """Tell somebody that its session is over, whether there ever was one or not: it may say hello again."""
-        self._post.tell(peer, with_json(Kind.AGAIN, session, reason=reason))
-        if self._members.by_peer(peer) is None:
-            self._post.listener.forget(peer)
-
-
-log = logging.getLogger("thinwire.server")
-
-OnFigures = Callable[[Member, dict[str, Any]], None]
-# What a peer did not get of the message with a ticket; returns the session and all its bytes, if they are known.
-Settle = Callable[[Peer, int, frozenset[int]], tuple[int, int] | None]
-
-
-class Desk:
-    """Takes all messages, of members and of strangers."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        members: Members,
-        reception: Reception,
-        attendance: Attendance,
-        progress: Progress,
-        answers: Answers,
-        buffers: Buffers,
-        post: Post,
-        *,
-        staleness: bool,
-        on_figures: OnFigures,
-        settle: Settle,
-    ) -> None:
-        self._layout, self._progress, self._answers = layout, progress, answers
-        self._members, self._reception, self._attendance = members, reception, attendance
-        self._buffers, self._post, self._settle = buffers, post, settle
-        self._staleness, self._on_figures = staleness, on_figures  # whether workers want to know it with each ACK
-        self._handlers: dict[Kind, Callable[[Member, Message], None]] = {
-            Kind.PUSH: self._on_push,
-            Kind.PULL: self._on_pull,
-            Kind.GOT: lambda member, message: self._answers.got(member, message.number),
-            Kind.BEAT: self._on_beat,
-            Kind.BUFFERS: self._on_buffers,
-            Kind.BYE: self._on_bye,
-        }
-
-    def take(self, peer: Peer, parts: Parts) -> None:
-        """Do what a message asks for, or refuse whoever sent it."""
-        member: Member | None = None
-        try:
-            message = parse(parts)
-            member = self._members.find(peer, message.session)
-            if message.kind is Kind.HELLO:
-                self._reception.hello(peer, message, self._attendance.leave)
-            elif member is None:
-                self._of_stranger(peer, message)
-            else:
-                self._of_member(member, message, sum(map(len, parts)))
-        except (MessageError, FrameError) as error:
-            self._refuse(peer, member or self._members.by_peer(peer), error)
-
-    def reported(self, peer: Peer, ticket: int, lost: frozenset[int]) -> None:
-        """A delta in pieces has arrived, but for these: a report stands for a GOT."""
-        settled = self._settle(peer, ticket, lost)
-        member = None if settled is None else self._members.find(peer, settled[0])
-        if settled is None or member is None:
-            return
-        try:
-            self._answers.got(member, settled[1])
-        except (MessageError, FrameError) as error:
-            self._refuse(peer, member, error)
-
-    def missed(self, peer: Peer) -> None:
-        """Something of a worker's was lost with a connection, perhaps a report, which nothing else would show."""
-        member = self._members.by_peer(peer)
-        if member is not None:
-            self._begin_again(member)
-
-    def _begin_again(self, member: Member) -> None:
-        reason = "messages were lost on the way"
-        self._attendance.drop(member, reason)
-        self._attendance.forget(member.peer, member.session, reason)
+    def _restart_session(self, member: Member) -> None:
+        self._membership.evict(member, "messages between it and the server were lost")
+        self._membership.ask_to_rejoin(member.peer, member.session, "messages were lost on the way")
 
     def _refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
-        self._post.refuse(peer, member, error)
+        self._send_queue.refuse(peer, member, error)
         if member is not None:
-            self._attendance.leave(member)
+            self._membership.leave(member)
         else:
-            self._post.listener.forget(peer)
+            self._send_queue.listener.forget(peer)
 
-    def _of_stranger(self, peer: Peer, message: Message) -> None:
-        if message.kind is Kind.BYE:
-            self._members.waiting = {t: w for t, w in self._members.waiting.items() if w.peer != peer}
-        else:
-            self._attendance.forget(peer, message.session, "the server does not know this session")
-
-    def _of_member(self, member: Member, message: Message, size: int) -> None:
+    def _handle_member(self, member: Member, message: Message, size: int) -> None:
         if not member.counter.follows(message):
-            self._begin_again(member)
+            self._restart_session(member)
             return
         member.received += size
         handler = self._handlers.get(message.kind)
         if handler is None:
-            raise MessageError(f"a worker does not send a {message.kind.name}")
+            raise MessageError(f"a worker does not send {message.kind.name} messages")
         handler(member, message)
 
     def _number(self, message: Message) -> int:
@@ -349,36 +205,74 @@ class Desk:
         layer, part, clock = message.layer, message.part, message.clock
         number = self._number(message)
         numels, size = self._layout.numels(layer, part), len(message.body)
-        frame: FrameReader | Arrived
-        if self._post.listener.piece_bytes is None:
+        frame: FrameReader | ReceivedShards
+        if self._send_queue.listener.piece_bytes is None:
             frame = FrameReader(Frame.from_bytes(memoryview(message.body)), numels)
         else:
-            frame = Arrived(message.body, numels)
+            frame = ReceivedShards(message.body, numels)
             size = frame.size
-        fresh = self._progress.take(member, number, clock, frame)
-        known = self._progress.staleness() if self._staleness else b""
-        self._post.send(member, Message(Kind.ACK, member.session, layer, part, clock, size, known))
+        fresh = self._clock.push(member.session, number, clock)
         if fresh:
-            self._progress.follow(member, number, clock)
+            self._aggregator.keep(member.slot, number, clock, frame)
+        staleness = self._lowest_steps() if self._staleness else b""
+        self._send_queue.send(member, Message(MessageKind.ACK, member.session, layer, part, clock, size, staleness))
+        if fresh:
+            self._apply(member, number, clock)
+
+    def _apply(self, member: Member, number: int, clock: int) -> None:
+        """Apply a gradient that was accepted, or with a bound all of its step if that is complete."""
+        if self._clock.workers[member.session].reached > clock:
+            member.steps.append(time.monotonic())
+            member.blocking_since = None  # it makes progress, even if it is slower than the others
+        if self._clock.bound is None:
+            self._aggregator.apply_one(member.slot, number, clock, len(self._membership.active))
+            self._replicas.changed(*self._places[number])
+            self._clock.settle(number)
+            self._on_advance()
+        else:
+            self._complete(number)
+
+    def _complete(self, number: int) -> None:
+        """Apply the complete steps of a part, and answer the pulls that waited for them."""
+        moved = False
+        while self._clock.complete(number):
+            self._aggregator.apply(number, self._clock.lowest[number])
+            self._clock.advance(number)
+            self._replicas.changed(*self._places[number])
+            moved = True
+        if moved:
+            ready = range(len(self._places)) if self._clock.phased else [number]
+            for member in self._membership.active.values():
+                for each in ready:
+                    self._pulls.release(member, each)
+            self._on_advance()
+
+    def _lowest_steps(self) -> bytes:
+        """Return for each layer the lowest step and how many workers are still at it, as an ACK carries them."""
+        lowest: dict[int, int] = {}  # the part of each layer that is furthest behind
+        for number, (layer, _) in enumerate(self._places):
+            if layer not in lowest or self._clock.lowest[number] < self._clock.lowest[lowest[layer]]:
+                lowest[layer] = number
+        return b"".join(STALENESS.pack(self._clock.lowest[i], self._clock.holders(i)) for i in lowest.values())
 
     def _on_pull(self, member: Member, message: Message) -> None:
-        self._answers.ask(member, self._number(message), message.clock, whole=bool(message.number))
+        self._pulls.pull(member, self._number(message), message.clock, full=bool(message.number))
 
-    def _on_beat(self, member: Member, message: Message) -> None:
+    def _on_heartbeat(self, member: Member, message: Message) -> None:
         if len(message.body):
             member.figures = message.json
             try:
                 self._on_figures(member, member.figures)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-                raise MessageError(f"a worker's figures make no sense: {error}") from error
-        self._post.send(member, Message(Kind.BEAT, member.session))
+                raise MessageError(f"a worker's figures are invalid: {error}") from error
+        self._send_queue.send(member, Message(MessageKind.HEARTBEAT, member.session))
 
     def _on_buffers(self, member: Member, message: Message) -> None:
         if len(message.body):
-            self._buffers.take(message.body)
+            self._buffers.update(message.body)
         else:
-            self._post.send(member, Message(Kind.BUFFERS, member.session, body=self._buffers.body()))
+            self._send_queue.send(member, Message(MessageKind.BUFFERS, member.session, body=self._buffers.body()))
 
-    def _on_bye(self, member: Member, message: Message) -> None:
+    def _on_leave(self, member: Member, message: Message) -> None:
         log.info("%s leaves", member.label)
-        self._attendance.leave(member)
+        self._membership.leave(member)

@@ -1,7 +1,8 @@
-"""Buffers: what a model has besides trained parameters: running statistics, and parameters that are frozen.
+"""Layout: how a model is divided in layers and parts for pushes and pulls; its buffers and frozen parameters.
 
-Buffers travel: a worker that joins takes the server's, and now and then the server takes those of one worker, so that
-the server's model can be evaluated. Frozen parameters do not: both sides must have loaded the same ones.
+Buffers (running statistics) are sent in full: a worker that joins takes the server's, and from time to time the server
+takes those of one worker, so that its own model can be evaluated. Frozen parameters are not sent: the server and the
+workers must load the same ones, which is checked by a digest.
 """
 
 import hashlib
@@ -17,26 +18,26 @@ from thinwire.codec.codec import Codec
 from thinwire.errors import MessageError
 from thinwire.transport.base import LARGEST, Buffer
 
-# A layout that a peer announces may not be larger than this.
+# The largest number of parts, because a peer chooses how the model is cut.
 MOST_PARTS = 1 << 16
-# Elements of a part: in full it must fit in a message.
+# The largest number of elements in a part: in full it must fit in a message.
 MOST_ELEMENTS = (LARGEST - 1024) // 4
 
-# A module of less than this share of the model, and of fewer elements, joins the layer before it, up to that much.
-_SMALL, _FEW = 1 / 64, 1 << 16
+# Modules behind a layer are joined to it up to this share of the model, and up to this number of elements.
+_SMALL_SHARE, _SMALL_NUMEL = 1 / 64, 1 << 16
 
 Shapes = list[tuple[str, tuple[int, ...]]]
-Members = list[tuple[str, Tensor]]
+NamedTensors = list[tuple[str, Tensor]]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that take part; tied ones once, by their first name."""
+    """Return the parameters that are trained; tied ones appear once, by their first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of one parameter's elements; `name` is unique among all pieces."""
+    """A range of one parameter's elements."""
 
     parameter: str
     begin: int
@@ -44,6 +45,7 @@ class Piece:
 
     @property
     def name(self) -> str:
+        """A name that is unique among all pieces."""
         return f"{self.parameter}[{self.begin}:{self.end}]"
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layer:
-    """The parameters of one module, or of one and small ones behind it, and the parts in which they travel."""
+    """The parameters of one module and of small modules behind it, and the parts in which they are sent."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -60,60 +62,55 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """Of its first module."""
+        """The name of its first module."""
         return self.modules[0]
-
-    @property
-    def numel(self) -> int:
-        return sum(len(piece) for part in self.parts for piece in part)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All layers of a model in the order of its modules, which is taken for the order of use."""
+    """All layers of a model, in the order of its modules, which is assumed to be the order of use."""
 
     layers: tuple[Layer, ...]
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
     cut: int
 
     @classmethod
     def of(cls, model: nn.Module, cut: int) -> "Layout":
-        """The layout with parts of at most `cut` elements; 0 leaves layers whole."""
+        """Return the layout with parts of at most `cut` elements; 0 does not divide layers."""
         if cut < 0:
             raise ValueError(f"a part has at least one element, not {cut}")
-        owned: dict[str, Members] = {}
+        owned: dict[str, NamedTensors] = {}
         for name, parameter in trained(model).items():
             owned.setdefault(name.rpartition(".")[0], []).append((name, parameter))
         if not owned:
             raise ValueError("the model has no parameter that is trained")
-        sizes = [p.numel() for members in owned.values() for _, p in members]
-        if cut and sum(-(-n // cut) for n in sizes) > MOST_PARTS:  # before they are made
-            raise ValueError(f"parts of {cut} elements cut this model in too many: make them larger")
+        sizes = [p.numel() for tensors in owned.values() for _, p in tensors]
+        if cut and sum(-(-n // cut) for n in sizes) > MOST_PARTS:  # checked before they are made
+            raise ValueError(f"parts of {cut} elements are too many for this model: make them larger")
         layers = tuple(
-            Layer(modules, tuple(name for name, _ in members), tuple(_parts(members, cut)))
-            for modules, members in _joined(owned)
+            Layer(modules, tuple(name for name, _ in tensors), tuple(_parts(tensors, cut)))
+            for modules, tensors in _joined(owned)
         )
         largest = max((layer for layer in layers), key=lambda layer: max(map(_elements, layer.parts)))
         if max(map(_elements, largest.parts)) > MOST_ELEMENTS:
             raise ValueError(f"the layer {largest.name} is too large for a message: cut it in smaller parts")
-        shapes = tuple((n, tuple(p.shape)) for members in owned.values() for n, p in members)
-        return cls(layers, shapes, cut)
+        return cls(layers, cut)
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """(layer, part) of everything that travels."""
+        """Return (layer, part) of all parts, in order."""
         return ((i, j) for i, layer in enumerate(self.layers) for j in range(len(layer.parts)))
 
     @cached_property
     def numbers(self) -> dict[tuple[int, int], int]:
-        """The numbers of all parts through all layers, by (layer, part)."""
+        """The parts' numbers through all layers, by (layer, part)."""
         return {place: number for number, place in enumerate(self.places())}
 
     def numels(self, layer: int, part: int) -> list[int]:
+        """Return the number of elements of each piece of a part."""
         return [len(piece) for piece in self.layers[layer].parts[part]]
 
 
 def difference(ours: Shapes, theirs: Shapes, what: str) -> str | None:
-    """The first tensor in which a worker's model differs from the server's, in words."""
+    """Return in words how a worker's model differs from the server's, or None if it does not."""
     mine, others = dict(ours), dict(theirs)
     for name, shape in mine.items():
         if name not in others:
@@ -130,10 +127,10 @@ def _elements(part: tuple[Piece, ...]) -> int:
     return sum(map(len, part))
 
 
-def _joined(owned: dict[str, Members]) -> list[tuple[tuple[str, ...], Members]]:
-    """Modules with the small ones behind them. In the backward pass those are ready before."""
-    sizes = {module: sum(p.numel() for _, p in members) for module, members in owned.items()}
-    small = min(_FEW, int(_SMALL * sum(sizes.values())))
+def _joined(owned: dict[str, NamedTensors]) -> list[tuple[tuple[str, ...], NamedTensors]]:
+    """Group each module with the small ones behind it, whose gradients the backward pass computes before its own."""
+    sizes = {module: sum(p.numel() for _, p in tensors) for module, tensors in owned.items()}
+    small = min(_SMALL_NUMEL, int(_SMALL_SHARE * sum(sizes.values())))
     groups: list[list[str]] = []
     joined = 0  # elements of small modules in the last group
     for module, size in sizes.items():
@@ -143,13 +140,13 @@ def _joined(owned: dict[str, Members]) -> list[tuple[tuple[str, ...], Members]]:
         else:
             groups.append([module])
             joined = 0
-    return [(tuple(group), [member for module in group for member in owned[module]]) for group in groups]
+    return [(tuple(group), [tensor for module in group for tensor in owned[module]]) for group in groups]
 
 
-def _parts(members: Members, cut: int) -> Iterator[tuple[Piece, ...]]:
-    """Parts of at most `cut` elements; small parameters share one, a large one is divided evenly."""
+def _parts(tensors: NamedTensors, cut: int) -> Iterator[tuple[Piece, ...]]:
+    """Divide a layer in parts of at most `cut` elements; small parameters share one, a large one is divided evenly."""
     waiting: list[Piece] = []
-    for name, parameter in members:
+    for name, parameter in tensors:
         n = parameter.numel()
         if cut and sum(map(len, waiting)) + n > cut and waiting:
             yield tuple(waiting)
@@ -166,21 +163,24 @@ def _parts(members: Members, cut: int) -> Iterator[tuple[Piece, ...]]:
 
 
 def flat(parameter: Tensor) -> Tensor:
-    """A parameter's elements as one row that writes through."""
+    """Return a flat view of a parameter's elements."""
     data = parameter.detach()
     if not data.is_contiguous():
-        raise ValueError("parameters must be contiguous in memory to be kept in step with a server")
+        raise ValueError("the parameters of a server's model must be contiguous in memory")
     return data.view(-1)
 
 
-# Bytes that a part should take at the most on the wire.
+# The largest number of bytes that a part should take on the wire.
 PART_BYTES = 1 << 18
-# Each element's update depends on that element alone: a parameter may be updated in parts.
+# Optimizers that update each element by itself, so that a parameter may be updated in parts.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD")
 
 
 def cut_for(optimizer: torch.optim.Optimizer, codec: Codec | None, wanted: int | None = None) -> int:
-    """Elements of a part: as wanted, or so that it takes about PART_BYTES; 0: this optimizer must not be cut."""
+    """Return the elements of a part: as wanted, or so that a part takes about PART_BYTES on the wire.
+
+    0 means that the optimizer needs whole parameters.
+    """
     if not _cuts(optimizer):
         return 0
     if wanted is not None:
@@ -193,13 +193,13 @@ def cut_for(optimizer: torch.optim.Optimizer, codec: Codec | None, wanted: int |
 
 
 def _cuts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters may be cut for this optimizer, or must be updated whole."""
+    """Return whether this optimizer can update parameters in parts."""
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ELEMENTWISE
-    return known and not optimizer.state  # a state is of whole parameters
+    return known and not optimizer.state  # existing state belongs to whole parameters
 
 
 class Buffers:
-    """The buffers of a model that a checkpoint of it would hold."""
+    """The persistent buffers of a model, as they are sent."""
 
     def __init__(self, model: nn.Module) -> None:
         kept = set(model.state_dict(keep_vars=True))
@@ -212,25 +212,26 @@ class Buffers:
 
     @property
     def shapes(self) -> Shapes:
+        """Names and shapes."""
         return [(name, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
 
     @property
     def size(self) -> int:
-        """Bytes that they take in a message."""
-        return sum(tensor.numel() * _travels_as(tensor).itemsize for tensor in self._tensors.values())
+        """Bytes that all buffers take in a message."""
+        return sum(tensor.numel() * _wire_type(tensor).itemsize for tensor in self._tensors.values())
 
     def body(self) -> bytes:
-        """All of them, one after the other: float32 or int64."""
-        rows = (t.detach().to("cpu", _travels_as(t)).contiguous() for t in self._tensors.values())
+        """Return all buffers, one after the other, as float32 or int64."""
+        rows = (t.detach().to("cpu", _wire_type(t)).contiguous() for t in self._tensors.values())
         return b"".join(row.numpy().tobytes() for row in rows)
 
-    def take(self, body: Buffer) -> None:
-        """Write what came; MessageError if it is not of this model or not finite, and then nothing is written."""
+    def update(self, body: Buffer) -> None:
+        """Write received buffers; MessageError, and nothing is written, if they do not fit or are not finite."""
         if len(body) != self.size:
             raise MessageError(f"the model's buffers take {self.size} bytes, not {len(body)}")
         found, data, at = [], bytearray(body), 0
         for tensor in self._tensors.values():
-            kind = _travels_as(tensor)
+            kind = _wire_type(tensor)
             row = torch.frombuffer(data, dtype=kind, count=tensor.numel(), offset=at)
             at += tensor.numel() * kind.itemsize
             if not row.isfinite().all():
@@ -240,12 +241,12 @@ class Buffers:
             tensor.detach().copy_(row.view(tensor.shape))
 
 
-def _travels_as(tensor: Tensor) -> torch.dtype:
+def _wire_type(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.is_floating_point() else torch.int64
 
 
 def frozen_digests(model: nn.Module) -> dict[str, str]:
-    """Of every frozen parameter: its type and a digest of its values."""
+    """Return the type and a digest of the values of every frozen parameter."""
     return {name: _digest(p) for name, p in model.named_parameters() if not p.requires_grad}
 
 
@@ -255,7 +256,10 @@ def _digest(tensor: Tensor) -> str:
 
 
 def frozen_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """The first frozen parameter whose values differ, in words; values of different types are not compared."""
+    """Return in words how the frozen parameters differ, or None if they do not.
+
+    Values of different types are not compared.
+    """
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if name not in ours or name not in theirs:
             return f"{name} is frozen on one side only"

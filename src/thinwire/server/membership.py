@@ -1,32 +1,46 @@
-"""Reception: how workers come in: before training begins they wait for each other, later they join at once."""
+"""Membership: which workers take part in the training, how they join, and when the server evicts them.
+
+Until training begins, workers wait for each other. After that a worker joins at once. The server evicts a worker after
+`timeout` seconds without a message, and after `stall` seconds in which it alone holds up all others.
+"""
 
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Clock
-from thinwire.server.layout import Layout
-from thinwire.server.protocol import MOST_WORKERS, Applicant, Counter, Door, Kind, Message, parse, with_json
+from thinwire.server.protocol import (
+    MOST_WORKERS,
+    Applicant,
+    Counter,
+    HelloCheck,
+    Message,
+    MessageKind,
+    parse,
+    with_json,
+)
 from thinwire.server.schedule import Pool, Staleness
 from thinwire.transport.base import Buffer, Listener, Peer
 
-# Departed workers whose counted pushes are remembered, so that a returning one gives back just what was lost; and
-# how many numbers that may take.
-_REMEMBERED, _NUMBERS = 1024, 1 << 20
-# Steps whose times tell a worker's rate.
+log = logging.getLogger("thinwire.server")
+
+# How many departed workers' accepted steps are remembered, so that a returning one restores only what was lost; and
+# how many integers that may take.
+_REMEMBERED, _REMEMBERED_INTEGERS = 1024, 1 << 20
+# The number of recent steps that a worker's rate is computed from.
 _RECENT = 20
-# Seconds after which a worker that waits for the start and does not say hello any more is taken for gone.
-_WAITS = 6.0
+# Seconds without a HELLO after which a worker that waits for the start counts as gone.
+_WAITING_TIMEOUT = 6.0
 
 
 @dataclass
 class Member:
-    """One worker that is in."""
+    """One worker that takes part in the training."""
 
     peer: Peer
     session: int
@@ -35,179 +49,39 @@ class Member:
     name: str
     first: int
     pool: Pool
-    heard: float
+    heard: float  # when its last message arrived (time.monotonic)
     since: float  # when it joined
-    counted: list[int] | None = None  # what it was told of its session before
-    welcome: Message | None = None  # said again if it says hello again before anything else
+    accepted_steps: list[int] | None = None  # of its session before, as its WELCOME message said
+    welcome: Message | None = None  # sent again if it repeats its HELLO before anything else
     counter: Counter = field(default_factory=Counter)
-    parked: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: clock, whole
-    answered: dict[tuple[int, int], int] = field(default_factory=dict)  # by (layer, part): the clock of its copy
-    asked: set[int] = field(default_factory=set)  # parts whose pulls have not been answered
-    holding: float | None = None  # since when all others wait for it
+    pending: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: step, in full
+    unanswered: set[int] = field(default_factory=set)  # parts whose pulls have no reply yet
+    replied: dict[tuple[int, int], int] = field(default_factory=dict)  # by (layer, part): the step of the last reply
+    blocking_since: float | None = None  # since when all other workers wait for it
     received: int = 0  # bytes
-    sent: int = 0
+    sent: int = 0  # bytes
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def known(self, due: list[int]) -> list[int] | None:
-        """Which of its pushes count, as it will have to be told: `due`, or what the session before was told."""
-        # One that never spoke may not have heard its welcome: what it would ask for is still the session before.
-        return due if self.received else self.counted
+    def known_steps(self, due: list[int]) -> list[int] | None:
+        """Return which of its pushes are accepted, as its next WELCOME must say: `due`, or as the last one said."""
+        # A worker that never sent anything may not have received its WELCOME, and still needs what that one said.
+        return due if self.received else self.accepted_steps
 
     @property
     def label(self) -> str:
+        """The worker's slot and name, for messages."""
         return f"worker {self.slot} ({self.name})"
 
     def rate(self) -> float:
-        """Steps per second of late."""
+        """Return the worker's recent steps per second."""
         steps = list(self.steps)
         return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 and steps[-1] > steps[0] else 0.0
 
 
-@dataclass
-class Waiting:
-    """A worker that has said hello before training began."""
-
-    peer: Peer
-    applicant: Applicant
-    heard: float
-
-
-class Members:
-    """All workers, by session; those that wait for the start; and what was counted of those that left."""
-
-    def __init__(self) -> None:
-        self.active: dict[int, Member] = {}
-        self.waiting: dict[str, Waiting] = {}
-        self.counted: dict[str, list[int]] = {}
-        self.joined = 0
-        self.left = 0
-
-    def find(self, peer: Peer, session: int) -> Member | None:
-        """The member that speaks from there in this session."""
-        member = self.active.get(session)
-        return member if member is not None and member.peer == peer else None
-
-    def by_peer(self, peer: Peer) -> Member | None:
-        return next((member for member in self.active.values() if member.peer == peer), None)
-
-    def by_token(self, token: str) -> Member | None:
-        return next((member for member in self.active.values() if member.token == token), None)
-
-    def slot(self, wanted: int | None) -> int:
-        """The slot that a worker asks for if it is free, or else the lowest free one."""
-        taken = {member.slot for member in self.active.values()}
-        if wanted is not None and wanted not in taken:
-            return wanted
-        return next(i for i in range(len(taken) + 1) if i not in taken)
-
-    def remember(self, member: Member, due: list[int]) -> None:
-        """Note which pushes of a departed worker have been counted."""
-        known = member.known(due)
-        self.counted.pop(member.token, None)
-        if known is not None:
-            self.counted[member.token] = known
-        most = max(16, min(_REMEMBERED, _NUMBERS // len(due)))
-        while len(self.counted) > most:
-            self.counted.pop(next(iter(self.counted)))
-
-    def silent(self, timeout: float, stall: float, holding: Collection[int]) -> list[tuple[Member, str]]:
-        """Members that have not been heard for too long, or that have let all others wait for too long."""
-        now = time.monotonic()
-        found = []
-        for member in self.active.values():
-            if member.session not in holding:
-                member.holding = None
-            elif member.holding is None:
-                member.holding = now
-            if now - member.heard > timeout:
-                found.append((member, f"nothing was heard of it for {timeout:g} s"))
-            elif member.holding is not None and now - member.holding > stall:
-                found.append((member, f"it has made no progress for {stall:g} s while the others wait"))
-        return found
-
-    def tidy(self, timeout: float) -> None:
-        """Let go of those that wait no longer."""
-        now = time.monotonic()
-        self.waiting = {t: w for t, w in self.waiting.items() if now - w.heard <= max(timeout, _WAITS)}
-
-    def excuse(self, seconds: float) -> None:
-        """The server was busy itself for so long: that was nobody's silence."""
-        for member in self.active.values():
-            member.heard += seconds
-            member.holding = None if member.holding is None else member.holding + seconds
-        for waiting in self.waiting.values():
-            waiting.heard += seconds
-
-
-log = logging.getLogger("thinwire.server")
-
-
-class Post:
-    """Sends for the server. Its listener is there from `run` on."""
-
-    listener: Listener
-
-    def __init__(self) -> None:
-        self.lost: list[Member] = []  # a message to them could not be sent
-        self._refused: dict[Peer, None] = {}  # of late
-
-    def tell(self, peer: Peer, message: Message) -> None:
-        """Send outside of any session."""
-        self.listener.send(peer, message.parts())
-
-    def send(self, member: Member, message: Message) -> None:
-        """Send in a member's session. If that fails it would wait in vain for what it lacks: it is lost."""
-        parts = message.parts(member.counter.next(message.kind))
-        member.sent += sum(map(len, parts))
-        if not self.listener.send(member.peer, parts):
-            self.lost.append(member)
-
-    def send_pieces(self, member: Member, message: Message, pieces: Sequence[Buffer]) -> int | None:
-        """Send a body that may arrive in part; returns the transport's ticket."""
-        head = bytes(message.parts(member.counter.next(message.kind))[0])
-        member.sent += len(head) + sum(map(len, pieces))
-        return self.listener.send_pieces(member.peer, head, pieces)
-
-    def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
-        """Say what was wrong with a message; once to the log, which whoever goes on and on must not fill."""
-        short = " ".join(str(error).split())[:300]
-        if peer not in self._refused:
-            self._refused[peer] = None
-            while len(self._refused) > MOST_WORKERS:
-                self._refused.pop(next(iter(self._refused)))
-            log.warning("%s is refused: %s", "a stranger" if member is None else member.label, short)
-        self.tell(peer, with_json(Kind.REFUSED, member.session if member is not None else 0, reason=short))
-
-    def part(self, members: Members, reason: str, seconds: float) -> None:
-        """Tell everybody that it is over; those who come in these seconds too."""
-        for member in members.active.values():
-            self.tell(member.peer, with_json(Kind.STOP, member.session, reason=reason))
-        for waiting in members.waiting.values():
-            self.tell(waiting.peer, with_json(Kind.STOP, reason=reason))
-        left = {member.peer for member in members.active.values()}
-        # Nothing follows from reports any more.
-        self.listener.on_report = lambda peer, ticket, lost: None
-        self.listener.on_gap = lambda peer: None
-        deadline = time.monotonic() + seconds
-        while left and time.monotonic() < deadline:
-            for peer, parts in self.listener.poll(0.1):
-                try:
-                    message = parse(parts)
-                except MessageError:
-                    continue
-                if message.kind is Kind.BYE:
-                    left.discard(peer)
-                elif peer not in left:
-                    self.tell(peer, with_json(Kind.STOP, message.session, reason=reason))
-
-
-log = logging.getLogger("thinwire.server")
-
-
 @dataclass(frozen=True)
-class Terms:
-    """What every worker is told when it comes in."""
+class SessionTerms:
+    """What the WELCOME message tells every worker."""
 
     bound: int | None
     policy: str
@@ -217,64 +91,253 @@ class Terms:
     tell: dict[str, Any]
 
 
-class Reception:
-    """Lets workers in. Training begins when `expect` of them are there."""
+class SendQueue:
+    """Sends the server's messages. `listener` is set when the server runs."""
+
+    listener: Listener
+
+    def __init__(self) -> None:
+        self.unreachable: list[Member] = []  # a message to them could not be sent
+        self._refused: dict[Peer, None] = {}  # recently
+
+    def send_outside(self, peer: Peer, message: Message) -> None:
+        """Send a message that belongs to no session, and so is not numbered."""
+        self.listener.send(peer, message.parts())
+
+    def send(self, member: Member, message: Message) -> None:
+        """Send a message in a member's session; if that fails, the member is noted as unreachable."""
+        parts = message.parts(member.counter.next(message.kind))
+        member.sent += sum(map(len, parts))
+        if not self.listener.send(member.peer, parts):
+            self.unreachable.append(member)
+
+    def send_shards(self, member: Member, message: Message, shards: Sequence[Buffer]) -> int | None:
+        """Send a body in shards, any of which may be lost; return the transport's ticket."""
+        head = bytes(message.parts(member.counter.next(message.kind))[0])
+        member.sent += len(head) + sum(map(len, shards))
+        return self.listener.send_pieces(member.peer, head, shards)
+
+    def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
+        """Tell a peer what is wrong with its message. Log it once per peer, so that nobody can fill the log."""
+        short = " ".join(str(error).split())[:300]
+        if peer not in self._refused:
+            self._refused[peer] = None
+            while len(self._refused) > MOST_WORKERS:
+                self._refused.pop(next(iter(self._refused)))
+            sender = "an unknown peer" if member is None else member.label
+            log.warning("the server refuses a message of %s: %s", sender, short)
+        session = member.session if member is not None else 0
+        self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
+
+
+class Membership:
+    """All workers: those in the training by session, those that wait for its start, and what is known of the rest.
+
+    expect: training begins when so many workers have said HELLO.
+    on_leave: called with every member that has left or was evicted.
+    """
 
     def __init__(
-        self, door: Door, terms: Terms, layout: Layout, clock: Clock, members: Members, post: Post, expect: int
+        self,
+        check: HelloCheck,
+        terms: SessionTerms,
+        clock: Clock,
+        layers: int,
+        send_queue: SendQueue,
+        *,
+        expect: int,
+        stall: float,
+        accepted_steps: dict[str, list[int]],
+        on_leave: Callable[[Member], None],
     ) -> None:
-        self.door, self._terms, self._layout = door, terms, layout
-        self._clock, self._members, self._post, self._expect = clock, members, post, expect
-        self._sessions = secrets.randbits(30)  # a restarted server must not give a session out again
+        self.check, self._terms, self._clock, self._layers = check, terms, clock, layers
+        self._send_queue, self._expect, self._on_leave = send_queue, expect, on_leave
+        self._timeout, self._stall = terms.timeout, stall
+        self.active: dict[int, Member] = {}
+        self.waiting: dict[str, tuple[Peer, Applicant, float]] = {}  # by token, with the time of the last HELLO
+        self.accepted_steps = accepted_steps  # of workers that have left, by token
+        self.joined = self.left = 0
+        self.left_at = time.monotonic()  # the last one
+        self._last_session = secrets.randbits(30)  # random, so that a restarted server does not reuse a number
+        self._checked = time.monotonic()
         self.started = False
         self.started_at = time.monotonic()
 
-    def hello(self, peer: Peer, message: Message, leave: Callable[[Member, bool], None]) -> None:
-        """Somebody wants to come in; `leave` ends a session that it had before, and its connection may stay."""
-        applicant = self.door.check(message)
-        before = self._members.by_token(applicant.token)
+    def find(self, peer: Peer, session: int) -> Member | None:
+        """Return the member with this session, if it sends from this peer."""
+        member = self.active.get(session)
+        return member if member is not None and member.peer == peer else None
+
+    def by_peer(self, peer: Peer) -> Member | None:
+        """Return the member that sends from this peer."""
+        return next((member for member in self.active.values() if member.peer == peer), None)
+
+    # Joining
+
+    def hello(self, peer: Peer, message: Message) -> None:
+        """Admit the sender of a HELLO message, or let it wait for the start of the training."""
+        applicant = self.check.applicant(message)
+        before = next((member for member in self.active.values() if member.token == applicant.token), None)
         if before is not None and before.peer == peer and not before.received and before.welcome is not None:
-            self._post.tell(peer, before.welcome)  # it asked twice before we answered
+            self._send_queue.send_outside(peer, before.welcome)  # its HELLO was repeated before it was answered
             return
         if before is not None:
-            leave(before, before.peer == peer)
-        if len(self._members.active) + len(self._members.waiting) >= MOST_WORKERS:
+            self.leave(before, keep_connection=before.peer == peer)
+        if len(self.active) + len(self.waiting) >= MOST_WORKERS:
             raise MessageError(f"the server has {MOST_WORKERS} workers already")
         if self.started:
             self._admit(peer, applicant)
             return
-        self._members.waiting[applicant.token] = Waiting(peer, applicant, time.monotonic())
-        self._post.tell(peer, Message(Kind.BEAT))  # it waits, and knows that we live
-        if len(self._members.waiting) >= self._expect:
-            self.start()
+        self.waiting[applicant.token] = peer, applicant, time.monotonic()
+        self._send_queue.send_outside(peer, Message(MessageKind.HEARTBEAT))  # shows the worker that the server is alive
+        if len(self.waiting) >= self._expect:
+            self._start()
 
-    def start(self) -> None:
-        """Training begins with those who wait; after a restart with those who are back."""
-        if not self._members.waiting:
-            return
-        self.started = True
-        self.started_at = time.monotonic()
-        waiting, self._members.waiting = self._members.waiting, {}
+    def start_late(self) -> None:
+        """After a restart, begin with the workers that are back when the others have had `timeout` seconds."""
+        if not self.started and self.waiting and time.monotonic() - self.started_at > self._timeout:
+            self._start()
+
+    def withdraw(self, peer: Peer) -> None:
+        """Remove a worker that leaves while it waits for the start."""
+        self.waiting = {token: each for token, each in self.waiting.items() if each[0] != peer}
+
+    def _start(self) -> None:
+        self.started, self.started_at = True, time.monotonic()
+        waiting, self.waiting = self.waiting, {}
         last = len(waiting)
-        for each in sorted(waiting.values(), key=lambda w: last if w.applicant.slot is None else w.applicant.slot):
-            self._admit(each.peer, each.applicant)
-
-    def start_after(self, seconds: float) -> None:
-        """Do not wait any longer than this for those who have not come."""
-        if not self.started and time.monotonic() - self.started_at > seconds:
-            self.start()
+        for peer, applicant, _ in sorted(waiting.values(), key=lambda w: last if w[1].slot is None else w[1].slot):
+            self._admit(peer, applicant)
 
     def _admit(self, peer: Peer, applicant: Applicant) -> None:
-        self._sessions += 1
-        session, token, name = self._sessions, applicant.token, applicant.name
-        first, slot = self._clock.join(session), self._members.slot(applicant.slot)
-        pool = Pool(self._terms.policy, Staleness.at_start(len(self._layout.layers), 1), self._terms.window)
+        self._last_session += 1
+        session, token = self._last_session, applicant.token
+        first, slot = self._clock.join(session), self._free_slot(applicant.slot)
+        pool = Pool(self._terms.policy, Staleness.at_start(self._layers, 1), self._terms.window)
         now = time.monotonic()
-        member = Member(peer, session, slot, token, name, first, pool, now, now)
-        member.counted = self._members.counted.pop(token, None)
-        self._members.active[session] = member
-        self._members.joined += 1
+        member = Member(peer, session, slot, token, applicant.name, first, pool, now, now)
+        member.accepted_steps = self.accepted_steps.pop(token, None)
+        self.active[session] = member
+        self.joined += 1
         log.info("%s joins at step %d", member.label, first)
-        own = {"slot": slot, "first": first, "counted": member.counted}
-        member.welcome = with_json(Kind.WELCOME, session, **own, **asdict(self._terms))
-        self._post.send(member, member.welcome)
+        own = {"slot": slot, "first": first, "accepted_steps": member.accepted_steps}
+        member.welcome = with_json(MessageKind.WELCOME, session, **own, **asdict(self._terms))
+        self._send_queue.send(member, member.welcome)
+
+    def _free_slot(self, wanted: int | None) -> int:
+        """Return the slot that a worker asks for if it is free, or else the lowest free one."""
+        taken = {member.slot for member in self.active.values()}
+        if wanted is not None and wanted not in taken:
+            return wanted
+        return next(i for i in range(len(taken) + 1) if i not in taken)
+
+    # Leaving
+
+    def evict_silent(self, heard: set[Peer]) -> None:
+        """Evict members without a message for too long, and one that all others have waited for too long.
+
+        heard: peers with new messages.
+        """
+        now = time.monotonic()
+        for member in self.active.values():
+            if member.peer in heard:  # noted before messages are handled, which may take long
+                member.heard = now
+        if now - self._checked < min(0.25, self._timeout / 8):
+            return
+        self._checked = now
+        blocking, evicted = self._clock.blocking(), []
+        for member in self.active.values():
+            if member.session != blocking:
+                member.blocking_since = None
+            elif member.blocking_since is None:
+                member.blocking_since = now
+            if now - member.heard > self._timeout:
+                evicted.append((member, f"no message of it has arrived for {self._timeout:g} s"))
+            elif member.blocking_since is not None and now - member.blocking_since > self._stall:
+                evicted.append((member, f"it has made no progress for {self._stall:g} s while all others wait for it"))
+        for member, reason in evicted:
+            self.evict(member, reason)
+        longest = max(self._timeout, _WAITING_TIMEOUT)
+        self.waiting = {token: each for token, each in self.waiting.items() if now - each[2] <= longest}
+
+    def evict_unreachable(self) -> None:
+        """Evict members to which a message could not be sent."""
+        unreachable = self._send_queue.unreachable
+        while unreachable:  # an eviction lets the server send to others, which may be unreachable too
+            member = unreachable.pop()
+            if member.session in self.active:
+                self.evict(member, "it cannot be reached")
+
+    def evict(self, member: Member, reason: str) -> None:
+        """Remove a member that did not leave by itself."""
+        log.warning("the server evicts %s: %s", member.label, reason)
+        self.leave(member)
+
+    def leave(self, member: Member, keep_connection: bool = False) -> None:
+        """Remove a member: no step waits for it any more. Its accepted pushes stay accepted."""
+        self.active.pop(member.session, None)
+        self._remember(member, self._clock.workers[member.session].due)
+        self.left += 1
+        self.left_at = time.monotonic()
+        self._clock.leave(member.session)
+        if not keep_connection:
+            self._send_queue.listener.forget(member.peer)
+        self._on_leave(member)
+
+    def ask_to_rejoin(self, peer: Peer, session: int, reason: str) -> None:
+        """Tell a peer that its session is unknown or over, so that it sends HELLO again."""
+        self._send_queue.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason))
+        if self.by_peer(peer) is None:
+            self._send_queue.listener.forget(peer)
+
+    def all_accepted_steps(self) -> dict[str, list[int]]:
+        """Return which pushes are accepted, by token, of members and of workers that have left."""
+        found = dict(self.accepted_steps)
+        for member in self.active.values():
+            known = member.known_steps(self._clock.workers[member.session].due)
+            found |= {} if known is None else {member.token: known}
+        return found
+
+    def _remember(self, member: Member, due: list[int]) -> None:
+        """Note which pushes of a departed worker are accepted, and forget the oldest such notes if they are many."""
+        known = member.known_steps(due)
+        self.accepted_steps.pop(member.token, None)
+        if known is not None:
+            self.accepted_steps[member.token] = known
+        most = max(16, min(_REMEMBERED, _REMEMBERED_INTEGERS // len(due)))
+        while len(self.accepted_steps) > most:
+            self.accepted_steps.pop(next(iter(self.accepted_steps)))
+
+    # The server's own time
+
+    def excuse(self, seconds: float) -> None:
+        """Do not count seconds in which the server itself was busy as silence of the workers."""
+        for member in self.active.values():
+            member.heard += seconds
+            member.blocking_since = None if member.blocking_since is None else member.blocking_since + seconds
+        self.waiting = {token: (peer, a, heard + seconds) for token, (peer, a, heard) in self.waiting.items()}
+
+    def announce_end(self, reason: str, seconds: float) -> None:
+        """Tell all workers that training has ended, and wait up to `seconds` until the members have left.
+
+        Workers that say HELLO meanwhile are told too.
+        """
+        send, listener = self._send_queue.send_outside, self._send_queue.listener
+        for member in self.active.values():
+            send(member.peer, with_json(MessageKind.STOP, member.session, reason=reason))
+        for peer, _, _ in self.waiting.values():
+            send(peer, with_json(MessageKind.STOP, reason=reason))
+        remaining = {member.peer for member in self.active.values()}
+        listener.on_report = lambda peer, ticket, lost: None  # reports have no effect any more
+        listener.on_gap = lambda peer: None
+        deadline = time.monotonic() + seconds
+        while remaining and time.monotonic() < deadline:
+            for peer, parts in listener.poll(0.1):
+                try:
+                    message = parse(parts)
+                except MessageError:
+                    continue
+                if message.kind is MessageKind.LEAVE:
+                    remaining.discard(peer)
+                elif peer not in remaining:
+                    send(peer, with_json(MessageKind.STOP, message.session, reason=reason))

@@ -1,4 +1,8 @@
-"""Session: what the server agreed to with one worker, until it forgets it; and what the worker knows of its parts."""
+"""Protocol: messages between the server and its workers, how a worker is admitted, and the session that it gets.
+
+A message is a header of fixed size and, for some kinds, a body: JSON, a frame or raw tensors. Everything that a peer
+sends is checked before it is used.
+"""
 
 import json
 import secrets
@@ -28,60 +32,67 @@ def named_codec(what: Codec | Selection | float | str) -> Codec:
     return Codec(TopK(1.0), Float32(), NoFeedback()) if what == "dense" else codec_for(what)
 
 
-PROTOCOL = 2
+PROTOCOL = 3
 _MAGIC = b"TWPS"
 # magic, protocol, kind, count, session, layer, part, clock, number
 _HEADER = struct.Struct("<4sBBHIIIQQ")
-# What an ACK may carry per layer: the lowest step, and how many workers hold it.
+# What an ACK may carry per layer: the lowest step, and how many workers are still at it.
 STALENESS = struct.Struct("<QI")
-# Messages of a session are counted in each direction, so that a lost one is noticed; the count begins again here.
+# Messages of a session are numbered in each direction, so that a lost one is noticed. Numbers wrap around here.
 COUNTS = 1 << 16
-# What a JSON object may take: names and shapes of many thousand parameters fit.
+# The largest JSON body. Names and shapes of many thousand parameters fit.
 _MOST_JSON = 1 << 22
-# A clock that anybody can reach; a larger one is a mistake.
+# No training reaches this step. A message that names a later one is invalid.
 MOST_CLOCK = 1 << 48
+MOST_WORKERS = 4096
 
 
-class Kind(IntEnum):
-    """What a message is; the comment says which way it goes and what `number` means."""
+class MessageKind(IntEnum):
+    """What a message is. The comment names the sender and says what `number` means."""
 
-    HELLO = 1  # worker: let me in; JSON
-    WELCOME = 2  # server: you are in; JSON
-    REFUSED = 3  # server: not you, and why; JSON
-    AGAIN = 4  # server: I do not know you (any more), say hello again; JSON
-    PUSH = 5  # worker: gradient of a part; number: nothing
-    ACK = 6  # server: the push has been taken; number: its bytes
-    PULL = 7  # worker: send me that part when it is fresh enough for `clock`; number: 1 asks for all of it
-    DELTA = 8  # server: change of a part; number: its edition
-    WHOLE = 9  # server: a part's parameters in full; number: its edition
-    GOT = 10  # worker: answers have arrived since the last one; number: their bytes
-    BEAT = 11  # both: I am alive; a worker's may hold JSON with figures to show
-    BYE = 12  # worker: I leave
-    STOP = 13  # server: training has ended; JSON
-    BUFFERS = 14  # both: these are my model's buffers; without a body: send me yours
+    HELLO = 1  # worker: asks to join; JSON
+    WELCOME = 2  # server: the worker is admitted; JSON with the terms of its session
+    REFUSED = 3  # server: the worker is not admitted, or its message is invalid; JSON with the reason
+    REJOIN = 4  # server: this session is unknown or over, the worker must send HELLO again; JSON with the reason
+    PUSH = 5  # worker: gradient of a part; number is unused
+    ACK = 6  # server: the push has been accepted; number: its bytes
+    PULL = 7  # worker: asks for a part that is fresh enough for step `clock`; number: 1 asks for it in full
+    DELTA = 8  # server: change of a part; number: its version
+    FULL = 9  # server: a part's parameters in full; number: its version
+    RECEIVED = 10  # worker: replies have arrived since the last such message; number: their bytes
+    HEARTBEAT = 11  # both: the sender is alive; a worker's may carry figures of a step as JSON
+    LEAVE = 12  # worker: leaves the training
+    STOP = 13  # server: training has ended; JSON with the reason
+    BUFFERS = 14  # both: the buffers of the sender's model; without a body: asks for the receiver's
 
 
-_WITH_JSON = {Kind.HELLO, Kind.WELCOME, Kind.REFUSED, Kind.AGAIN, Kind.BEAT, Kind.STOP}
-_WITH_BYTES = {Kind.PUSH, Kind.DELTA, Kind.WHOLE, Kind.ACK, Kind.BUFFERS}
-# These end a session or stand outside of it: they are believed whatever was lost before them.
-UNCOUNTED = {Kind.HELLO, Kind.WELCOME, Kind.REFUSED, Kind.AGAIN, Kind.STOP, Kind.BYE}
+_WITHOUT_BODY = {MessageKind.PULL, MessageKind.RECEIVED, MessageKind.LEAVE}
+# These begin or end a session. They are valid even if messages before them were lost, so they are not numbered.
+UNCOUNTED = {
+    MessageKind.HELLO,
+    MessageKind.WELCOME,
+    MessageKind.REFUSED,
+    MessageKind.REJOIN,
+    MessageKind.STOP,
+    MessageKind.LEAVE,
+}
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message, either way."""
+    """One message between the server and a worker, in either direction."""
 
-    kind: Kind
+    kind: MessageKind
     session: int = 0
     layer: int = 0
     part: int = 0
     clock: int = 0
     number: int = 0
     body: Buffer = b""
-    count: int = 0  # of this session's messages before it, in its direction
+    count: int = 0  # messages that this session sent before it in the same direction, modulo COUNTS
 
     def parts(self, count: int = 0) -> list[Buffer]:
-        """As it travels."""
+        """Return the buffers that a transport sends for this message."""
         head = _HEADER.pack(
             _MAGIC, PROTOCOL, self.kind, count, self.session, self.layer, self.part, self.clock, self.number
         )
@@ -89,46 +100,46 @@ class Message:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The body of a message that carries JSON."""
+        """The JSON object in the body; MessageError if the body is something else."""
         if len(self.body) > _MOST_JSON:
-            raise MessageError(f"a {self.kind.name} of {len(self.body)} bytes is too long")
+            raise MessageError(f"a {self.kind.name} message of {len(self.body)} bytes is too long")
         try:
-            value = json.loads(bytes(self.body), parse_constant=_no_constant)
+            value = json.loads(bytes(self.body), parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            raise MessageError(f"the body of a {self.kind.name} is not JSON") from error
+            raise MessageError(f"the body of a {self.kind.name} message is not JSON") from error
         if not isinstance(value, dict):
-            raise MessageError(f"the body of a {self.kind.name} is not a JSON object")
+            raise MessageError(f"the body of a {self.kind.name} message is not a JSON object")
         return value
 
 
 class Counter:
-    """Counts the messages of one session, both ways."""
+    """Numbers the messages of one session in both directions."""
 
     def __init__(self) -> None:
-        self._sent = self._heard = 0
+        self._sent = self._received = 0
 
-    def next(self, kind: Kind) -> int:
-        """The count that the next message to send carries."""
+    def next(self, kind: MessageKind) -> int:
+        """Return the count that the next message to send carries."""
         if kind in UNCOUNTED:
             return 0
         count, self._sent = self._sent, (self._sent + 1) % COUNTS
         return count
 
     def follows(self, message: Message) -> bool:
-        """Whether a message is the next in its turn, or others before it were lost."""
+        """Return whether a message is the next in its direction; False if messages before it were lost."""
         if message.kind in UNCOUNTED:
             return True
-        expected, self._heard = self._heard, (message.count + 1) % COUNTS
+        expected, self._received = self._received, (message.count + 1) % COUNTS
         return message.count == expected
 
 
-def with_json(kind: Kind, session: int = 0, **values: Any) -> Message:
-    """A message whose body is a JSON object."""
+def with_json(kind: MessageKind, session: int = 0, **values: Any) -> Message:
+    """Return a message whose body is a JSON object of these values."""
     return Message(kind, session, body=json.dumps(values, allow_nan=False).encode())
 
 
 def parse(parts: Sequence[Buffer]) -> Message:
-    """The message in these buffers; MessageError says what is wrong with them."""
+    """Return the message in these buffers; MessageError says what is wrong with them."""
     if not 1 <= len(parts) <= 2:
         raise MessageError(f"a message has one or two parts, not {len(parts)}")
     if len(parts[0]) != _HEADER.size:
@@ -139,18 +150,18 @@ def parse(parts: Sequence[Buffer]) -> Message:
     if protocol != PROTOCOL:
         raise MessageError(f"the peer speaks protocol {protocol}, this thinwire {PROTOCOL}: install the same version")
     try:
-        known = Kind(kind)
+        known = MessageKind(kind)
     except ValueError:
         raise MessageError(f"there is no message of kind {kind}") from None
     if clock > MOST_CLOCK:
-        raise MessageError(f"nobody is at clock {clock}")
-    if len(parts) == 2 and known not in _WITH_JSON | _WITH_BYTES:
-        raise MessageError(f"a {known.name} has no body")
+        raise MessageError(f"step {clock} is beyond the largest possible step")
+    if len(parts) == 2 and known in _WITHOUT_BODY:
+        raise MessageError(f"a {known.name} message has no body")
     return Message(known, session, layer, part, clock, number, parts[1] if len(parts) == 2 else b"", count)
 
 
 def field(values: dict[str, Any], name: str, kind: type, least: int | None = None, most: int = MOST_CLOCK) -> Any:
-    """A value of a JSON body, of the type it must have; a number in the range where it makes sense."""
+    """Return a value of a JSON body; MessageError if it has another type or is out of range."""
     value = values.get(name)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise MessageError(f"{name} must be of type {kind.__name__}, not {str(value)[:100]}")
@@ -159,35 +170,21 @@ def field(values: dict[str, Any], name: str, kind: type, least: int | None = Non
     return value
 
 
-def read_shapes(values: dict[str, Any], name: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of tensors, as a HELLO lists them."""
-    found = []
-    for item in field(values, name, list):
-        label, shape = item if isinstance(item, list) and len(item) == 2 else (None, None)
-        if not isinstance(label, str) or not isinstance(shape, list) or not all(isinstance(n, int) for n in shape):
-            raise MessageError(f"{name} must be a list of names and shapes")
-        found.append((label, tuple(shape)))
-    return found
-
-
-def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-MOST_WORKERS = 4096
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
 
 
 @dataclass(frozen=True)
 class Applicant:
-    """A worker that may come in."""
+    """A worker that asks to join and may be admitted."""
 
-    token: str  # who it is, across sessions
+    token: str  # identifies the worker across its sessions
     name: str
-    slot: int | None  # the number that it would like to have
+    slot: int | None  # the slot that it asks for
 
 
 def hello_of(model: nn.Module, recipe: str, slot: int | None, name: str | None) -> dict[str, Any]:
-    """What a worker says of itself."""
+    """Return the body of a HELLO message: what the server must know of a worker to admit it."""
     return {
         "token": secrets.token_hex(8),
         "recipe": recipe,
@@ -200,31 +197,31 @@ def hello_of(model: nn.Module, recipe: str, slot: int | None, name: str | None) 
     }
 
 
-class Door:
-    """Lets in those whose thinwire, recipe and model are the server's."""
+class HelloCheck:
+    """Checks that a worker's thinwire version, recipe, transport and model are the server's."""
 
     def __init__(self, recipe: str, model: nn.Module) -> None:
         self._recipe = recipe
-        self.pieces = False  # whether messages travel in pieces, any of which may be lost
+        self.shards = False  # whether the transport sends messages in shards, any of which may be lost
         self._parameters: Shapes = [(n, tuple(p.shape)) for n, p in trained(model).items()]
         self._buffers = Buffers(model).shapes
         self._frozen = frozen_digests(model)
 
-    def check(self, message: Message) -> Applicant:
-        """Who says hello; MessageError names what differs."""
+    def applicant(self, message: Message) -> Applicant:
+        """Return the worker that sent a HELLO message; MessageError names what differs."""
         hello = message.json
         token, recipe, version = (field(hello, name, str)[:256] for name in ("token", "recipe", "version"))
         if version != thinwire.__version__:
             raise MessageError(f"the worker runs thinwire {version}, the server {thinwire.__version__}")
         if recipe != self._recipe:
             raise MessageError(f"the worker trains the recipe {recipe!r}, the server {self._recipe!r}")
-        if (hello.get("pieces") is True) != self.pieces:
+        if (hello.get("shards") is True) != self.shards:
             raise MessageError("server and worker must use the same --transport, and one of them uses udp")
         if not 8 <= len(token) <= 64:
             raise MessageError("a worker's token has 8 to 64 characters")
         found = (
-            difference(self._parameters, read_shapes(hello, "parameters"), "parameter")
-            or difference(self._buffers, read_shapes(hello, "buffers"), "buffer")
+            difference(self._parameters, _shapes(hello, "parameters"), "parameter")
+            or difference(self._buffers, _shapes(hello, "buffers"), "buffer")
             or frozen_difference(self._frozen, {k: str(v) for k, v in field(hello, "frozen", dict).items()})
         )
         if found is not None:
@@ -234,8 +231,21 @@ class Door:
         return Applicant(token, name, slot)
 
 
+def _shapes(values: dict[str, Any], name: str) -> Shapes:
+    found = []
+    for item in field(values, name, list):
+        label, shape = item if isinstance(item, list) and len(item) == 2 else (None, None)
+        if not isinstance(label, str) or not isinstance(shape, list) or not all(isinstance(n, int) for n in shape):
+            raise MessageError(f"{name} must be a list of names and shapes")
+        found.append((label, tuple(shape)))
+    return found
+
+
 class Session:
-    """The terms of a WELCOME; MessageError if they make no sense, for a server may be hostile too."""
+    """What a worker knows of its session: the terms of the WELCOME message, and which parameters have arrived.
+
+    MessageError if the terms are invalid: the worker does not trust the server either.
+    """
 
     def __init__(self, number: int, terms: dict[str, Any], model: nn.Module) -> None:
         self.number, self.counter = number, Counter()
@@ -247,33 +257,37 @@ class Session:
             self.layout = Layout.of(model, field(terms, "cut", int, 0))
             policy = check_policy(field(terms, "policy", str))
         except ValueError as error:
-            raise MessageError(f"the server's terms make no sense: {error}") from error
+            raise MessageError(f"the server's terms are invalid: {error}") from error
         self.known = Staleness.at_start(len(self.layout.layers), 1)
-        self.pool = Pool(policy.name, self.known, field(terms, "window", int, 1))
-        self.counted: list[int] | None = terms.get("counted")
-        if self.counted is not None and (
-            not isinstance(self.counted, list) or not all(type(n) is int for n in self.counted)
+        self.pool = Pool(policy, self.known, field(terms, "window", int, 1))
+        self.accepted_steps: list[int] | None = terms.get("accepted_steps")
+        if self.accepted_steps is not None and (
+            not isinstance(self.accepted_steps, list) or not all(type(n) is int for n in self.accepted_steps)
         ):
-            raise MessageError("counted must be a list of whole numbers")
-        # Per part: the clock of what has arrived, and its edition.
+            raise MessageError("accepted_steps must be a list of integers")
+        # For each part: the step that the parameters here are fresh enough for, and their version.
         self.arrived = [[-1] * len(layer.parts) for layer in self.layout.layers]
-        self.editions = [[-1] * len(layer.parts) for layer in self.layout.layers]
+        self.versions = [[-1] * len(layer.parts) for layer in self.layout.layers]
 
-    def stale(self, message: Message, before: int) -> int:
-        """Steps that a part lacks as it comes; without a bound, the updates of others since the edition before."""
+    def staleness(self, message: Message, previous: int) -> int:
+        """Return how many steps the parameters in a reply lack.
+
+        Without a staleness bound there is no such figure: return the updates by other workers since the previous
+        version that this worker received.
+        """
         if self.bound is not None:
             return max(0, message.clock - message.number)
-        return max(0, message.number - before - 1) if before >= 0 else 0
+        return max(0, message.number - previous - 1) if previous >= 0 else 0
 
     def codec(self) -> Codec:
-        """The codec that the server tells its workers to push with."""
+        """Return the codec that the server asks its workers to push with."""
         push = self.tell.get("push", 0.01)
         if not isinstance(push, str | float | int):
             raise MessageError("the server's push must be the name of a codec or a density")
         try:
             return named_codec(push)
         except ValueError as error:
-            raise MessageError(f"the server's terms make no sense: {error}") from error
+            raise MessageError(f"the server's terms are invalid: {error}") from error
 
 
 def _seconds(terms: dict[str, Any]) -> float:
@@ -281,3 +295,14 @@ def _seconds(terms: dict[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise MessageError("timeout must be a number of seconds")
     return float(value)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a server or a worker waits for, and for how many seconds it has waited."""
+
+    what: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"waiting for {self.what}, {self.seconds:.0f} s so far"

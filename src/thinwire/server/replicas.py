@@ -1,13 +1,13 @@
-"""Lossy views: views of workers that may not get all that they are sent.
+"""Replicas: the workers' parameters, as the server knows them and as a worker holds them.
 
-A delta is made once for all workers that have the same, as ever. What a worker is known to have lost it is owed: with
-its next delta come the exact values of those entries, which it takes in place of its own. So it has the same bits as
-the others again, however often that is lost too.
+The server knows what each worker has received, bit for bit, and sends it the compressed difference to its own
+parameters. A delta is made once for all workers with the same replica. Over a transport that loses data, the server
+learns which entries of a delta a worker has lost. With the next delta it sends the exact values of those entries, which
+the worker writes over its own, so that both agree again.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,288 +21,42 @@ from thinwire.server.layout import Layout, Piece, flat, trained
 from thinwire.transport.base import Buffer, Peer
 from thinwire.transport.udp.recovery import unpack
 
-
-@dataclass
-class Node:
-    """A part's values as some workers have them."""
-
-    edition: int
-    values: list[Tensor]
-    followers: int = 0
-    # What leads to the newest edition that was asked for, as a frame or as shards, and that edition's node.
-    delta: "tuple[Buffer | list[bytes], Node] | None" = None
-    gone: bool = False  # its values have become those of a later node, or may become those of any
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a worker is sent: a delta, or a part's parameters in full."""
-
-    edition: int
-    whole: bool
-    body: Buffer
-    shards: Sequence[Buffer] = ()  # in place of the body, where it may arrive in part
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self.body) + sum(map(len, self.shards))
-
-
-class Views:
-    """All workers' views of all parts. Without a codec every answer is the parameters in full, as in the paper."""
-
-    def __init__(
-        self, layout: Layout, values: Sequence[Sequence[Sequence[Tensor]]], codec: Codec | None, start: int = 0
-    ) -> None:
-        self._layout, self._values = layout, values
-        # What does not travel is still the difference between model and view: no other memory is needed.
-        self._codec = codec and Codec(
-            codec.selection,
-            codec.values,
-            NoFeedback(),
-            scope=codec.scope,
-            min_numel=codec.min_numel,
-            kernels=codec.kernels,
-        )
-        self._editions = dict.fromkeys(layout.places(), start)
-        self._at: dict[tuple[int, int], dict[int, Node]] = {place: {} for place in layout.places()}
-        self._bodies: dict[tuple[int, int], tuple[int, Buffer]] = {}
-        # Memory that is used again: new memory for each delta costs as much time as the delta, in page faults.
-        self._missing = torch.empty(0)
-        self._spare: dict[tuple[int, int], list[Tensor]] = {}
-
-    @property
-    def deltas(self) -> bool:
-        """Whether changes are sent, or the parameters in full."""
-        return self._codec is not None
-
-    def changed(self, layer: int, part: int) -> None:
-        """The server's parameters of a part are not what they were."""
-        self._editions[layer, part] += 1
-
-    def answer(self, worker: int, layer: int, part: int, *, whole: bool) -> Answer:
-        """What brings a worker's part up to date, as far as the codec sends it."""
-        edition = self._editions[layer, part]
-        if self._codec is None:
-            return Answer(edition, True, self._body(layer, part))
-        at = self._at[layer, part]
-        node = at.get(worker)
-        if node is None or whole:
-            node = self._joined(layer, part)
-            self._move((layer, part), worker, node)
-            return Answer(node.edition, True, all_bytes(node.values))
-        delta, after = self._advanced(node, layer, part, alone=node.followers == 1)
-        self._move((layer, part), worker, after)
-        if isinstance(delta, list):
-            return Answer(edition, False, b"", delta)
-        return Answer(edition, False, delta)
-
-    def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
-        """What became of an answer in pieces; returns its worker and bytes. There are none here."""
-        return None
-
-    def forget(self, worker: int) -> None:
-        """A worker has left: its view is not needed any more."""
-        for place, at in self._at.items():
-            node = at.pop(worker, None)
-            if node is not None:
-                self._left(place, node)
-
-    def held_back(self, worker: int, layer: int, part: int) -> list[Tensor]:
-        """What the server still holds back for a worker: its own parameters minus the worker's."""
-        node = self._at[layer, part].get(worker)
-        seen = self._values[layer][part] if node is None else node.values
-        return [mine - theirs for mine, theirs in zip(self._values[layer][part], seen, strict=True)]
-
-    def _joined(self, layer: int, part: int) -> Node:
-        """The view that most workers have, brought up to date: a newcomer shares their deltas from now on."""
-        nodes = {id(node): node for node in self._at[layer, part].values()}.values()
-        popular = max(nodes, key=lambda node: (node.edition, node.followers), default=None)
-        if popular is None:
-            return Node(self._editions[layer, part], [value.clone() for value in self._values[layer][part]])
-        return self._advanced(popular, layer, part)[1] if popular.edition < self._editions[layer, part] else popular
-
-    def _advanced(self, node: Node, layer: int, part: int, *, alone: bool = False) -> tuple[Buffer | list[bytes], Node]:
-        """The delta from a node to the present edition, made once, and the node that it leads to.
-
-        When nobody else is at the node its values are changed in place.
-        """
-        edition = self._editions[layer, part]
-        if node.delta is None or node.delta[1].edition != edition or node.delta[1].gone:
-            pieces = self._layout.layers[layer].parts[part]
-            names = [piece.name for piece in pieces]
-            missing = self._differences(names, self._values[layer][part], node.values)
-            after = Node(edition, node.values if alone else self._copied((layer, part), node.values))
-            node.gone = alone
-            node.delta = self._encode(missing, after.values, edition), after
-        return node.delta
-
-    def _encode(self, missing: dict[str, Tensor], values: list[Tensor], edition: int) -> Buffer | list[bytes]:
-        """What is missing, as far as the codec sends it; it is added to the values, as the worker will do."""
-        assert self._codec is not None
-        frame = self._codec.encode(missing, step=edition)
-        FrameReader(frame, [value.numel() for value in values]).add_to(values)
-        body: Buffer = frame.data.numpy().data
-        return body
-
-    def _body(self, layer: int, part: int) -> Buffer:
-        edition, body = self._bodies.get((layer, part), (-1, b""))
-        if edition != self._editions[layer, part]:
-            body = all_bytes(self._values[layer][part])
-            self._bodies[layer, part] = self._editions[layer, part], body
-        return body
-
-    def _differences(self, names: list[str], mine: Sequence[Tensor], theirs: list[Tensor]) -> dict[str, Tensor]:
-        """What a view lacks of a part's pieces; until the next call."""
-        sizes = [value.numel() for value in mine]
-        if self._missing.numel() < sum(sizes):
-            self._missing = torch.empty(sum(sizes))
-        rows = self._missing[: sum(sizes)].split(sizes)
-        return {
-            name: torch.sub(ours, their, out=row)
-            for name, ours, their, row in zip(names, mine, theirs, rows, strict=True)
-        }
-
-    def _copied(self, place: tuple[int, int], values: list[Tensor]) -> list[Tensor]:
-        copies = self._spare.pop(place, None)
-        if copies is None:
-            return [value.clone() for value in values]
-        for copy, value in zip(copies, values, strict=True):
-            copy.copy_(value)
-        return copies
-
-    def _move(self, place: tuple[int, int], worker: int, node: Node) -> None:
-        node.followers += 1
-        before = self._at[place].get(worker)
-        if before is not None:
-            self._left(place, before)
-        self._at[place][worker] = node
-
-    def _left(self, place: tuple[int, int], node: Node) -> None:
-        """One follower less; without any a node's delta is not asked for again, and must not keep what comes after it.
-
-        Nor are its values: another node may have their memory.
-        """
-        node.followers -= 1
-        if not node.followers:
-            node.delta = None
-            if not node.gone:
-                node.gone, self._spare[place] = True, node.values
-
-
-def all_bytes(values: Sequence[Tensor]) -> Buffer:
-    """A part's parameters in full."""
-    return torch.cat(list(values)).numpy().tobytes()
-
-
-def take_whole(body: Buffer, outs: Sequence[Tensor]) -> None:
-    """Write a part's parameters, as they came in full."""
-    count = sum(out.numel() for out in outs)
-    if len(body) != 4 * count:
-        raise FrameError(f"{count} parameters take {4 * count} bytes, not {len(body)}")
-    values = torch.frombuffer(bytearray(body), dtype=torch.float32)
-    if not values.isfinite().all():
-        raise FrameError("the server's parameters are not finite any more: has training diverged?")
-    for out, part in zip(outs, values.split([out.numel() for out in outs]), strict=True):
-        out.copy_(part)
-
-
-def take_delta(body: Buffer, outs: Sequence[Tensor]) -> None:
-    """Add a delta to a part's parameters."""
-    reader = FrameReader(Frame.from_bytes(memoryview(body)), [out.numel() for out in outs])
-    if reader.non_finite:
-        raise FrameError("the server's parameters are not finite any more: has training diverged?")
-    reader.add_to(outs)
-
-
-class Copies:
-    """Rows by parameter name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = trained(model)
-        self._rows: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
-            self._rows[name] = flat(parameter) if plain else parameter.detach().float().cpu().reshape(-1).clone()
-        self.last_layout: Layout | None = None
-
-    def row(self, name: str) -> Tensor:
-        """The exact values of a parameter."""
-        return self._rows[name]
-
-    def gradients(self, pieces: Sequence[Piece], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Views of the gradients of a part; a parameter without one is represented by its values, to be held."""
-        views = {}
-        for piece in pieces:
-            whole = gradients.get(piece.parameter)
-            row = self._rows[piece.parameter] if whole is None else whole.reshape(-1)
-            if row.dtype == torch.float64:
-                row = row.float()
-            views[piece.name] = row[piece.begin : piece.end]
-        return views
-
-    def take(self, layout: Layout, layer: int, part: int, body: Buffer, *, whole: bool, lossy: bool = False) -> int:
-        """Bring a part up to date with what the server sent, of which pieces may be missing.
-
-        Returns the bytes for which a receipt is due: none where the transport has reported.
-        """
-        self.last_layout = layout
-        pieces = layout.layers[layer].parts[part]
-        rows = [self._rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
-        size = len(body)
-        if lossy and not whole:
-            arrived = Arrived(body, [row.numel() for row in rows], exact=True)
-            arrived.add_to(rows)
-            size = 0 if arrived.reported else arrived.size
-        else:
-            (take_whole if whole else take_delta)(body, rows)
-        for piece, row in zip(pieces, rows, strict=True):
-            parameter = self._parameters[piece.parameter].detach()
-            if self._rows[piece.parameter].data_ptr() == parameter.data_ptr():
-                continue
-            if parameter.is_contiguous():
-                parameter.view(-1)[piece.begin : piece.end].copy_(row)
-            else:  # no row of elements to write a part of
-                parameter.copy_(self._rows[piece.parameter].view(parameter.shape))
-        return size
-
-
-OnLoss = Literal["restore", "ignore"]
-# The body of a push whose gradient was not finite: one shard that is none. It travels reliably.
+# The only shard of a message whose tensors are not finite. It is not a valid shard, and it is sent reliably.
 NON_FINITE = b"\xff" * 4
 
-
-def check_on_loss(word: str) -> OnLoss:
-    """The policy of that name; ValueError if there is none."""
-    if word == "restore":
-        return "restore"
-    if word == "ignore":
-        return "ignore"
-    raise ValueError(f'on-loss is "restore" or "ignore", not {word!r}')
+Place = tuple[int, int]  # layer and part
+PartValues = Sequence[Sequence[Sequence[Tensor]]]  # by layer, part and piece
+LostEntries = dict[int, Tensor]  # by tensor of a part: positions, ascending
 
 
-class Arrived:
-    """A message in pieces, checked: what has come of it is read like a frame."""
+def check_on_loss(name: str) -> str:
+    """Return what workers do with lost shards of a gradient; ValueError if there is no such choice."""
+    if name not in ("restore", "ignore"):
+        raise ValueError(f'on-loss is "restore" or "ignore", not {name!r}')
+    return name
+
+
+class ReceivedShards:
+    """A message in shards, some of which may be lost; the rest has been checked and is read like a frame."""
 
     def __init__(self, body: Buffer, numels: Sequence[int], *, exact: bool = False) -> None:
         try:
             pieces = unpack(body)
         except TransportError as error:
             raise MessageError(str(error)) from None
-        self.size, self.lost, self.reported = pieces.total, pieces.count - len(pieces.arrived), pieces.reported
+        self.size, self.reported = pieces.total, pieces.reported
         self.non_finite = any(piece == NON_FINITE for piece in pieces.arrived.values())
         found = [] if self.non_finite else sorted(pieces.arrived.items())
         self._shards = ShardReader([piece for _, piece in found], numels, exact=exact)
 
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
-        """Add all that has come."""
+        """Add all entries that have arrived."""
         self._shards.add_to(outs, weight)
 
 
 @dataclass
-class Pushed:
-    """A gradient on its way in shards; what is known to be lost is not there any more."""
+class SentShards:
+    """A gradient that was sent in shards; a shard that is known to be lost is removed from it."""
 
     shards: dict[int, bytes]
     numels: list[int]
@@ -310,23 +64,28 @@ class Pushed:
 
     @classmethod
     def encode(
-        cls, codec: Codec, views: Mapping[str, Tensor], budget: int, *, step: int, hold: Collection[str]
-    ) -> "tuple[Pushed, int]":
-        """A gradient as shards, and how many entries are in them."""
-        made = encode_shards(codec, views, budget, step=step, hold=hold)
+        cls, codec: Codec, tensors: Mapping[str, Tensor], budget: int, *, step: int, hold: Collection[str]
+    ) -> "tuple[SentShards, int]":
+        """Encode a gradient in shards of at most `budget` bytes; also return the number of entries in them."""
+        made = encode_shards(codec, tensors, budget, step=step, hold=hold)
         shards, entries = ([NON_FINITE], 0) if isinstance(made, str) else made
-        return cls(dict(enumerate(shards)), [view.numel() for view in views.values()], list(views)), entries
+        return cls(dict(enumerate(shards)), [tensor.numel() for tensor in tensors.values()], list(tensors)), entries
 
     @property
     def finite(self) -> bool:
+        """Whether the gradient is finite."""
         return self.shards.get(0) != NON_FINITE
 
     @property
     def size(self) -> int:
+        """Bytes of all shards."""
         return sum(map(len, self.shards.values()))
 
     def give_back(self, codec: Codec, lost: Collection[int] | None = None, *, restore: bool = True) -> float:
-        """Shards that did not arrive (None: all) return to the memory, or are gone; returns the sum of magnitudes."""
+        """Add the entries of lost shards (None: of all) to the residual and return the sum of their magnitudes.
+
+        Without `restore` the entries are dropped.
+        """
         gone = [self.shards.pop(index, NON_FINITE) for index in sorted(self.shards if lost is None else lost)]
         mass = 0.0
         if restore:
@@ -337,98 +96,340 @@ class Pushed:
         return mass
 
 
-Place = tuple[int, int]
-Owed = dict[int, Tensor]  # by tensor of a part: positions, ascending
+@dataclass
+class ReplicaVersion:
+    """A part's values at one version, as some workers have them."""
+
+    version: int
+    values: list[Tensor]
+    followers: int = 0
+    # The change to the newest version that a worker pulled, as a frame or as shards, and that version.
+    delta: "tuple[Buffer | list[bytes], ReplicaVersion] | None" = None
+    gone: bool = False  # its tensors now belong to a later version, or are free for any
+
+
+@dataclass(frozen=True)
+class PullReply:
+    """What the server sends for a pull: a delta, or a part's parameters in full."""
+
+    version: int
+    full: bool
+    body: Buffer
+    shards: Sequence[Buffer] = ()  # in place of the body, over a transport that may lose some of them
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body or the shards."""
+        return len(self.body) + sum(map(len, self.shards))
+
+
+class Replicas:
+    """The replicas of all parts at all workers. Without a codec every reply is the parameters in full."""
+
+    def __init__(self, layout: Layout, values: PartValues, codec: Codec | None, start: int = 0) -> None:
+        self._layout, self._values = layout, values
+        # The difference between the model and a replica already contains what was not sent: a residual of the codec's
+        # own would count it twice.
+        self._codec = codec and Codec(
+            codec.selection,
+            codec.values,
+            NoFeedback(),
+            scope=codec.scope,
+            min_numel=codec.min_numel,
+            kernels=codec.kernels,
+        )
+        self._versions = dict.fromkeys(layout.places(), start)
+        self._at: dict[Place, dict[int, ReplicaVersion]] = {place: {} for place in layout.places()}  # by session
+        self._bodies: dict[Place, tuple[int, Buffer]] = {}
+        # Buffers are reused: the page faults of new ones for each delta take as long as the delta itself.
+        self._difference = torch.empty(0)
+        self._spare: dict[Place, list[Tensor]] = {}
+
+    @property
+    def deltas(self) -> bool:
+        """Whether changes are sent, or the parameters in full."""
+        return self._codec is not None
+
+    def changed(self, layer: int, part: int) -> None:
+        """Note that the server has updated its parameters of a part."""
+        self._versions[layer, part] += 1
+
+    def reply(self, session: int, layer: int, part: int, *, full: bool) -> PullReply:
+        """Return what brings a worker's part up to date, as far as the codec sends it."""
+        version = self._versions[layer, part]
+        if self._codec is None:
+            return PullReply(version, True, self._full_body(layer, part))
+        replica = self._at[layer, part].get(session)
+        if replica is None or full:
+            replica = self._shared(layer, part)
+            self._move((layer, part), session, replica)
+            return PullReply(replica.version, True, all_bytes(replica.values))
+        delta, after = self._advanced(replica, layer, part, alone=replica.followers == 1)
+        self._move((layer, part), session, after)
+        if isinstance(delta, list):
+            return PullReply(version, False, b"", delta)
+        return PullReply(version, False, delta)
+
+    def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
+        """Note which shards of a reply were lost; return its session and bytes. Here replies are not in shards."""
+        return None
+
+    def forget(self, session: int) -> None:
+        """Drop the replica of a worker that has left."""
+        for place, at in self._at.items():
+            replica = at.pop(session, None)
+            if replica is not None:
+                self._unfollow(place, replica)
+
+    def residual(self, session: int, layer: int, part: int) -> list[Tensor]:
+        """Return what a worker has not received yet: the server's parameters minus the worker's."""
+        replica = self._at[layer, part].get(session)
+        theirs = self._values[layer][part] if replica is None else replica.values
+        return [ours - their for ours, their in zip(self._values[layer][part], theirs, strict=True)]
+
+    def _shared(self, layer: int, part: int) -> ReplicaVersion:
+        """Return the replica that most workers have, brought up to date, so that a new worker shares their deltas."""
+        replicas = {id(replica): replica for replica in self._at[layer, part].values()}.values()
+        popular = max(replicas, key=lambda replica: (replica.version, replica.followers), default=None)
+        version = self._versions[layer, part]
+        if popular is None:
+            return ReplicaVersion(version, [value.clone() for value in self._values[layer][part]])
+        return self._advanced(popular, layer, part)[1] if popular.version < version else popular
+
+    def _advanced(
+        self, replica: ReplicaVersion, layer: int, part: int, *, alone: bool = False
+    ) -> tuple[Buffer | list[bytes], ReplicaVersion]:
+        """Return the delta from a replica to the present version, made once, and the replica that it leads to.
+
+        alone: no other worker has this replica, so that its values are changed in place.
+        """
+        version = self._versions[layer, part]
+        if replica.delta is None or replica.delta[1].version != version or replica.delta[1].gone:
+            names = [piece.name for piece in self._layout.layers[layer].parts[part]]
+            missing = self._differences(names, self._values[layer][part], replica.values)
+            values = replica.values if alone else self._copied((layer, part), replica.values)
+            replica.gone = alone
+            replica.delta = self._encode(missing, values, version), ReplicaVersion(version, values)
+        return replica.delta
+
+    def _encode(self, missing: dict[str, Tensor], values: list[Tensor], version: int) -> Buffer | list[bytes]:
+        """Encode what is missing, and add what the codec sends to the values, as the worker will do."""
+        assert self._codec is not None
+        frame = self._codec.encode(missing, step=version)
+        FrameReader(frame, [value.numel() for value in values]).add_to(values)
+        body: Buffer = frame.data.numpy().data
+        return body
+
+    def _full_body(self, layer: int, part: int) -> Buffer:
+        version, body = self._bodies.get((layer, part), (-1, b""))
+        if version != self._versions[layer, part]:
+            body = all_bytes(self._values[layer][part])
+            self._bodies[layer, part] = self._versions[layer, part], body
+        return body
+
+    def _differences(self, names: list[str], ours: Sequence[Tensor], theirs: list[Tensor]) -> dict[str, Tensor]:
+        """Return what a replica lacks of a part's pieces; the tensors are valid until the next call."""
+        sizes = [value.numel() for value in ours]
+        if self._difference.numel() < sum(sizes):
+            self._difference = torch.empty(sum(sizes))
+        rows = self._difference[: sum(sizes)].split(sizes)
+        return {
+            name: torch.sub(our, their, out=row)
+            for name, our, their, row in zip(names, ours, theirs, rows, strict=True)
+        }
+
+    def _copied(self, place: Place, values: list[Tensor]) -> list[Tensor]:
+        copies = self._spare.pop(place, None)
+        if copies is None:
+            return [value.clone() for value in values]
+        for copy, value in zip(copies, values, strict=True):
+            copy.copy_(value)
+        return copies
+
+    def _move(self, place: Place, session: int, replica: ReplicaVersion) -> None:
+        replica.followers += 1
+        before = self._at[place].get(session)
+        if before is not None:
+            self._unfollow(place, before)
+        self._at[place][session] = replica
+
+    def _unfollow(self, place: Place, replica: ReplicaVersion) -> None:
+        """Count one follower less. Without any, free the delta, which refers to later versions, and the values."""
+        replica.followers -= 1
+        if not replica.followers:
+            replica.delta = None
+            if not replica.gone:
+                replica.gone, self._spare[place] = True, replica.values
 
 
 @dataclass
-class _Under:
-    """A delta on its way to one worker."""
+class _DeltaInFlight:
+    """A delta in shards that was sent to one worker and is not reported yet."""
 
-    worker: int
+    session: int
     place: Place
     shards: list[Buffer]
 
 
-class LossyViews(Views):
-    """Views whose deltas travel as shards of at most `budget` bytes."""
+class LossyReplicas(Replicas):
+    """Replicas whose deltas are sent as shards of at most `budget` bytes, any of which may be lost."""
 
-    @classmethod
-    def of(cls, views: Views, budget: int) -> "LossyViews":
-        """In place of views that nobody has used yet."""
-        made = cls.__new__(cls)
-        made.__dict__.update(views.__dict__)
-        made._budget = budget
-        made._under, made._tickets, made._owed = {}, {}, {}
-        return made
+    def __init__(self, layout: Layout, values: PartValues, codec: Codec | None, start: int = 0, *, budget: int) -> None:
+        super().__init__(layout, values, codec, start)
+        self._budget = budget
+        self._in_flight: dict[tuple[int, Place], _DeltaInFlight] = {}
+        self._tickets: dict[tuple[Peer, int], _DeltaInFlight] = {}
+        self._lost: dict[tuple[int, Place], LostEntries] = {}
 
-    _budget: int
-    _under: dict[tuple[int, Place], _Under]
-    _tickets: dict[tuple[Peer, int], _Under]
-    _owed: dict[tuple[int, Place], Owed]
-
-    def answer(self, worker: int, layer: int, part: int, *, whole: bool) -> Answer:
-        """As a view's; a delta comes as shards, and `under_way` must follow."""
+    def reply(self, session: int, layer: int, part: int, *, full: bool) -> PullReply:
+        """As of `Replicas`, with a delta as shards; the caller must call `sent` for a delta."""
         place = layer, part
-        if (worker, place) in self._under and not whole:
-            raise MessageError(f"part {part} of layer {layer} was asked for before its last delta was reported")
-        made = super().answer(worker, layer, part, whole=whole)
-        if made.whole:  # its ticket is kept: what was sent before must still be accounted for
-            self._owed.pop((worker, place), None)
-            self._under.pop((worker, place), None)
+        if (session, place) in self._in_flight and not full:
+            raise MessageError(f"part {part} of layer {layer} was pulled before its last delta was reported")
+        made = super().reply(session, layer, part, full=full)
+        if made.full:  # the ticket of an earlier delta stays: its bytes must still be reported
+            self._lost.pop((session, place), None)
+            self._in_flight.pop((session, place), None)
             return made
-        if NON_FINITE in made.shards:  # said in full: the worker will see it
-            return Answer(made.edition, True, all_bytes(self._values[layer][part]))
-        owed, shards = self._owed.pop((worker, place), {}), list(made.shards)
-        if owed:
-            shards += encode_exact(self._at[place][worker].values, owed, self._budget)
-        self._under[worker, place] = _Under(worker, place, shards)
-        return Answer(made.edition, False, b"", shards)
+        if NON_FINITE in made.shards:  # sent in full, so that the worker sees what happened
+            return PullReply(made.version, True, all_bytes(self._values[layer][part]))
+        lost, shards = self._lost.pop((session, place), {}), list(made.shards)
+        if lost:
+            shards += encode_exact(self._at[place][session].values, lost, self._budget)
+        self._in_flight[session, place] = _DeltaInFlight(session, place, shards)
+        return PullReply(made.version, False, b"", shards)
 
-    def under_way(self, worker: int, layer: int, part: int, peer: Peer, ticket: int | None) -> None:
-        """The last answer was sent under this ticket; None: all of it will arrive."""
+    def sent(self, session: int, layer: int, part: int, peer: Peer, ticket: int | None) -> None:
+        """Note the transport's ticket of the last delta; None if all of it will arrive."""
         if ticket is None:
-            del self._under[worker, (layer, part)]
+            del self._in_flight[session, (layer, part)]
         else:
-            self._tickets[peer, ticket] = self._under[worker, (layer, part)]
+            self._tickets[peer, ticket] = self._in_flight[session, (layer, part)]
 
     def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
-        """It is known what a worker did not get of a delta: it is owed that. Returns the worker, and bytes sent."""
-        under = self._tickets.pop((peer, ticket), None)
-        if under is None:
+        """Note which shards of a delta were lost: the next delta repeats them. Return its session and bytes."""
+        delta = self._tickets.pop((peer, ticket), None)
+        if delta is None:
             return None
-        key = under.worker, under.place
-        if self._under.get(key) is under:
-            del self._under[key]
+        key = delta.session, delta.place
+        if self._in_flight.get(key) is delta:
+            del self._in_flight[key]
             if lost:
-                self._owed[key] = self._positions(under, lost)
-        return under.worker, sum(map(len, under.shards))
+                self._lost[key] = self._positions(delta, lost)
+        return delta.session, sum(map(len, delta.shards))
 
-    def owed(self, worker: int, layer: int, part: int) -> Owed:
-        """Entries of a part in which a worker is known to differ from its view, until its next delta."""
-        return self._owed.get((worker, (layer, part)), {})
+    def lost_entries(self, session: int, layer: int, part: int) -> LostEntries:
+        """Return the entries of a part in which a worker differs from its replica, until its next delta."""
+        return self._lost.get((session, (layer, part)), {})
 
-    def forget(self, worker: int) -> None:
+    def forget(self, session: int) -> None:
+        """Drop the replica of a worker that has left."""
         for place in self._at:
-            self._owed.pop((worker, place), None)
-            self._under.pop((worker, place), None)
-        for ticket in [ticket for ticket, under in self._tickets.items() if under.worker == worker]:
-            del self._tickets[ticket]
-        super().forget(worker)
+            self._lost.pop((session, place), None)
+            self._in_flight.pop((session, place), None)
+        for key in [key for key, delta in self._tickets.items() if delta.session == session]:
+            del self._tickets[key]
+        super().forget(session)
 
-    def _positions(self, under: _Under, lost: frozenset[int]) -> Owed:
-        numels = self._layout.numels(*under.place)
+    def _positions(self, delta: _DeltaInFlight, lost: frozenset[int]) -> LostEntries:
+        numels = self._layout.numels(*delta.place)
         found: dict[int, list[Tensor]] = {}
-        shards = [under.shards[index] for index in lost if index < len(under.shards)]
+        shards = [delta.shards[index] for index in lost if index < len(delta.shards)]
         for tensor, positions, _ in ShardReader(shards, numels, exact=True).entries():
             found.setdefault(tensor, []).append(positions)
         return {tensor: torch.cat(found[tensor]).unique() for tensor in sorted(found)}
 
-    def _encode(self, missing: dict[str, Tensor], values: list[Tensor], edition: int) -> Buffer | list[bytes]:
+    def _encode(self, missing: dict[str, Tensor], values: list[Tensor], version: int) -> Buffer | list[bytes]:
         assert self._codec is not None
-        made = encode_shards(self._codec, missing, self._budget, step=edition)
+        made = encode_shards(self._codec, missing, self._budget, step=version)
         if isinstance(made, str):
             return [NON_FINITE]
         shards, _ = made
         ShardReader(shards, [value.numel() for value in values]).add_to(values)
         return shards
+
+
+def all_bytes(values: Sequence[Tensor]) -> Buffer:
+    """Return a part's parameters in full, as they are sent."""
+    return torch.cat(list(values)).numpy().tobytes()
+
+
+def write_full(body: Buffer, outs: Sequence[Tensor]) -> None:
+    """Write a part's parameters that were sent in full."""
+    count = sum(out.numel() for out in outs)
+    if len(body) != 4 * count:
+        raise FrameError(f"{count} parameters take {4 * count} bytes, not {len(body)}")
+    values = torch.frombuffer(bytearray(body), dtype=torch.float32)
+    if not values.isfinite().all():
+        raise FrameError(_DIVERGED)
+    for out, part in zip(outs, values.split([out.numel() for out in outs]), strict=True):
+        out.copy_(part)
+
+
+def add_delta(body: Buffer, outs: Sequence[Tensor]) -> None:
+    """Add a delta to a part's parameters."""
+    reader = FrameReader(Frame.from_bytes(memoryview(body)), [out.numel() for out in outs])
+    if reader.non_finite:
+        raise FrameError(_DIVERGED)
+    reader.add_to(outs)
+
+
+_DIVERGED = "the server's parameters are not finite any more: has training diverged?"
+
+
+class LocalParameters:
+    """A worker's parameters, kept in float32 as the server sends them.
+
+    Parameters of another type, device or memory layout are written from a float32 copy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = trained(model)
+        self._rows: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
+            self._rows[name] = flat(parameter) if plain else parameter.detach().float().cpu().reshape(-1).clone()
+        self.last_layout: Layout | None = None
+
+    def row(self, name: str) -> Tensor:
+        """Return the exact values of a parameter, flat."""
+        return self._rows[name]
+
+    def gradients(self, pieces: Sequence[Piece], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients of a part's pieces.
+
+        A parameter without a gradient is represented by its values; the codec is told to skip it.
+        """
+        rows = {}
+        for piece in pieces:
+            whole = gradients.get(piece.parameter)
+            row = self._rows[piece.parameter] if whole is None else whole.reshape(-1)
+            if row.dtype == torch.float64:
+                row = row.float()
+            rows[piece.name] = row[piece.begin : piece.end]
+        return rows
+
+    def update(self, layout: Layout, layer: int, part: int, body: Buffer, *, full: bool, lossy: bool = False) -> int:
+        """Bring a part up to date with a reply of the server, some shards of which may be lost.
+
+        Return the bytes that the worker has to acknowledge: none where the transport has reported them.
+        """
+        self.last_layout = layout
+        pieces = layout.layers[layer].parts[part]
+        rows = [self._rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
+        size = len(body)
+        if lossy and not full:
+            received = ReceivedShards(body, [row.numel() for row in rows], exact=True)
+            received.add_to(rows)
+            size = 0 if received.reported else received.size
+        else:
+            (write_full if full else add_delta)(body, rows)
+        for piece, row in zip(pieces, rows, strict=True):
+            parameter = self._parameters[piece.parameter].detach()
+            if self._rows[piece.parameter].data_ptr() == parameter.data_ptr():
+                continue
+            if parameter.is_contiguous():
+                parameter.view(-1)[piece.begin : piece.end].copy_(row)
+            else:  # a piece of it cannot be addressed, so all of it is written
+                parameter.copy_(self._rows[piece.parameter].view(parameter.shape))
+        return size

@@ -1,7 +1,7 @@
-"""Server: the master of the parameter server; owns the model, takes gradients, gives parameters.
+"""Server: owns the model, applies the gradients that workers push, and sends them the parameters that they pull.
 
-One thread does everything in the order of arrival. Messages are checked before they are believed: a worker that
-sends nonsense is dropped with the reason in the log, and the others go on.
+One thread handles all messages in the order of arrival. An invalid message ends its sender's session with the reason
+in the log; the other workers continue.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from torch import nn
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import Selection
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
-from thinwire.server.checkpoint import Store
-from thinwire.server.dispatch import Answers, Attendance, Desk, OnFigures, Progress
+from thinwire.server.checkpoint import ServerCheckpoint
+from thinwire.server.dispatch import MessageDispatcher, OnFigures
 from thinwire.server.layout import Buffers, Layout, cut_for
-from thinwire.server.membership import Member, Members, Post, Reception, Terms
-from thinwire.server.protocol import Door, Kind, Message, named_codec
-from thinwire.server.replicas import LossyViews, Views, check_on_loss
+from thinwire.server.membership import Member, Membership, SendQueue, SessionTerms
+from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, named_codec
+from thinwire.server.replicas import LossyReplicas, Replicas, check_on_loss
 from thinwire.server.schedule import check_policy
 from thinwire.transport.addresses import listen
 from thinwire.transport.base import Listener
@@ -30,28 +30,35 @@ from thinwire.transport.base import Listener
 log = logging.getLogger("thinwire.server")
 
 Mode = Literal["bsp", "ssp", "async"]
-# Bytes that may be under way to or from one worker.
+# The largest number of bytes in flight to or from one worker.
 WINDOW = 1 << 19
-# Steps after which a worker is asked for its buffers (running statistics), if the model has any.
+# The number of steps after which the server asks a worker for its buffers (running statistics), if the model has any.
 BUFFERS_EVERY = 10
-# Seconds that workers are given to hear of the end.
+# Seconds in which workers may confirm that they know of the end of the training.
 _PARTING = 3.0
+# `waiting` names so many workers at most.
+_NAMED = 3
 
 
 class Server:
-    """Trains a model with the gradients of workers that come and go.
+    """Trains a model with the gradients of workers that may join and leave at any time.
 
-    mode: "bsp" (all workers step together), "ssp" (at most `bound` steps apart) or "async" (nobody waits).
-    codec: how changes of the model are sent to the workers: a codec, preset or density; None sends it in full.
-    reduce: "mean" or "sum" of the workers' gradients. policy: which layer is answered first.
-    phased: the whole model waits for the whole step, as in the paper; else every part goes its own way.
-    on_loss: what workers do about pieces of gradients that a lossy transport lost: "restore" or "ignore".
-    expect: training begins when so many workers are there. recipe: workers with another one are refused.
-    timeout: seconds of silence, stall: seconds without progress, after which nobody waits for a worker any more.
-    checkpoint: folder; written every `save_every` steps and read at the start if it holds one.
-    tell: told to every worker that joins: its `push` is their codec if they name none.
+    mode: "bsp" (bulk-synchronous: all workers step together), "ssp" (stale-synchronous: the fastest worker is at most
+        `bound` steps ahead of the slowest) or "async" (every gradient is applied when it arrives).
+    codec: how changes of the model are sent to the workers: a codec, preset or density; None sends parameters in full.
+    reduce: "mean" or "sum" of the workers' gradients. policy: which layer is sent first.
+    expect: training begins when so many workers have joined.
+    phased: no parameters are sent before the whole step is complete; otherwise each part is sent as soon as it is.
+    on_loss: what workers do with the parts of a gradient that a lossy transport lost: "restore" adds them to the
+        residual, "ignore" drops them.
+    recipe: workers with another recipe are refused. cut: the largest number of elements in a part; None chooses it.
+    window: the largest number of bytes in flight to or from one worker.
+    timeout: the server evicts a worker after so many seconds without a message. stall: and after so many seconds
+        without progress while all others wait for it.
+    checkpoint: folder; the server writes to it every `save_every` steps, and resumes from it if it has a checkpoint.
+    tell: sent to every worker that joins, as `Worker.tell`; its `push` is their codec if they choose none.
     on_step: called with the server after every step that is complete in all layers.
-    on_figures: called with what a worker tells of a step; a ValueError drops the worker.
+    on_figures: called with the figures that a worker reports; on a ValueError the worker is refused.
     """
 
     def __init__(
@@ -85,151 +92,172 @@ class Server:
             raise ValueError(f"expect and save_every count from 1, not {expect} and {save_every}")
         self.model, self.optimizer, self.mode = model, optimizer, mode
         self.policy, self.expect = policy, expect
-        # The whole model needs no deltas.
+        # To send every entry is to send the parameters in full.
         self.codec = None if codec is None or codec == "dense" else named_codec(codec)
         self.layout = Layout.of(model, cut_for(optimizer, self.codec, cut))
         self.bound = {"bsp": 0, "ssp": bound, "async": None}[mode]
-        told = {**(tell or {}), "on_loss": check_on_loss(on_loss)}
-        terms = Terms(self.bound, policy, window, self.layout.cut, timeout, told)
-        self.timeout, self.stall, self.window, self._save_every = timeout, stall, window, save_every
-        door, self._buffers, self._post = Door(recipe, model), Buffers(model), Post()
-        self._store = Store(Path(checkpoint)) if checkpoint is not None else None
+        self.timeout, self._save_every = timeout, save_every
+        self._buffers, self._send_queue = Buffers(model), SendQueue()
+        self._checkpoint = ServerCheckpoint(Path(checkpoint)) if checkpoint is not None else None
         self._aggregator = Aggregator(model, optimizer, self.layout, reduce)
-        self.members = Members()
-        self.extra: dict[str, float] = {}  # figures of the owner's that go with the checkpoint
-        start = self._restore()
-        self.clock = Clock(len(self.layout.numbers), self.bound, start, phased=phased)
-        self.views = Views(self.layout, self._aggregator.values, self.codec, start)
-        self._reception = Reception(door, terms, self.layout, self.clock, self.members, self._post, expect)
+        state: dict[str, Any] = {"step": 0, "accepted_steps": {}, "extra": {}}
+        if self._checkpoint is not None:
+            state = self._checkpoint.load(model, optimizer, self.layout.cut) or state
+        self._last_step = self._resumed_at = int(state["step"])
+        if self._resumed_at:
+            log.info("the server resumes at step %d", self._resumed_at)
+        self.extra: dict[str, float] = state["extra"]  # figures of the owner that are saved in the checkpoint
+        self.clock = Clock(len(self.layout.numbers), self.bound, self._resumed_at, phased=phased)
+        told = {**(tell or {}), "on_loss": check_on_loss(on_loss)}
+        self.membership = Membership(
+            HelloCheck(recipe, model),
+            SessionTerms(self.bound, policy, window, self.layout.cut, timeout, told),
+            self.clock,
+            len(self.layout.layers),
+            self._send_queue,
+            expect=expect,
+            stall=stall,
+            accepted_steps=state["accepted_steps"],
+            on_leave=lambda member: self._dispatcher.member_left(member),
+        )
         self._on_step, self._on_figures = on_step, on_figures
         self.stopped: str | None = None
-        self._noted = self._resumed = start
-        self.applied_at = time.monotonic()
-
-    def _restore(self) -> int:
-        state = self._store.load(self.model, self.optimizer, self.layout.cut) if self._store is not None else None
-        if state is None:
-            return 0
-        self.members.counted, self.extra = state["counted"], state["extra"]
-        log.info("resumed at step %d", state["step"])
-        return int(state["step"])
+        self.applied_at = time.monotonic()  # when the last step was complete
 
     # For its owner
 
     def run(self, listener: Listener | str, *, max_steps: int | None = None) -> str:
-        """Serve until `stop` is called or so many steps are complete; returns why it ended. Closes the listener.
+        """Serve until `stop` is called or so many steps are complete; return why it ended. Closes the listener.
 
-        An address is listened on: loopback, without keys. For others make the listener by `transport.addresses.listen`.
+        An address must be on the loopback interface and uses no keys. For others make the listener by
+        `transport.addresses.listen`.
         """
         listener = listen(listener) if isinstance(listener, str) else listener
         self._open(listener)
         self._max_steps = max_steps
-        self._reception.started_at = time.monotonic()
+        self.membership.started_at = time.monotonic()
         self._check_end()
         try:
             while self.stopped is None:
                 self._turn(0.25)
             self.save()
-            self._post.part(self.members, self.stopped, min(_PARTING, self.timeout))
+            self.membership.announce_end(self.stopped, min(_PARTING, self.timeout))
         except Exception:
-            self.stopped = self.stopped or "failed"  # workers hear of it, and need not wait for a server that is gone
+            self.stopped = self.stopped or "failed"  # workers are told, so that they do not wait for this server
             with contextlib.suppress(Exception):
-                self._post.part(self.members, self.stopped, min(_PARTING, self.timeout))
+                self.membership.announce_end(self.stopped, min(_PARTING, self.timeout))
             raise
         finally:
             listener.close()
         return self.stopped
 
     def stop(self, reason: str) -> None:
-        """End training: workers are told, `run` returns. From another thread or a signal handler too."""
+        """End the training: workers are told, and `run` returns. Any thread or signal handler may call this."""
         self.stopped = self.stopped or reason
 
     def save(self) -> bool:
-        """Write a checkpoint now, if there is a folder for it."""
-        if self._store is None:
+        """Write a checkpoint now; return False if there is no folder for it or it cannot be written."""
+        if self._checkpoint is None:
             return False
-        counted = dict(self.members.counted)
-        for member in self.members.active.values():
-            known = member.known(self.clock.members[member.session].due)
-            counted |= {} if known is None else {member.token: known}
-        step = max(self.clock.lowest)
-        return self._store.save(self.model, self.optimizer, self.layout.cut, step, counted, self.extra)
+        step, accepted = max(self.clock.lowest), self.membership.all_accepted_steps()
+        return self._checkpoint.save(self.model, self.optimizer, self.layout.cut, step, accepted, self.extra)
+
+    def waiting(self) -> Waiting | None:
+        """Return what the server waits for and how long it has, or None if it waits for nothing. Any thread may ask.
+
+        Before the training: workers to join. In the modes "bsp" and "ssp": workers to push the next step.
+        """
+        now, membership = time.monotonic(), self.membership
+        if self.stopped is not None:
+            return None
+        if not self.started:
+            missing = max(0, self.expect - len(membership.waiting))
+            return Waiting(f"{missing} of {self.expect} workers to join", now - self.started_at)
+        clocks, members = dict(self.clock.workers), dict(membership.active)
+        if not members:
+            return Waiting("a worker to join, because all have left", now - membership.left_at)
+        step = self.clock.step
+        late = [
+            members[session]
+            for session, clock in clocks.items()
+            if session in members and clock.first <= step and clock.reached <= step
+        ]
+        if self.bound is None or not late:
+            return None
+        named = ", ".join(member.label for member in sorted(late, key=lambda member: member.slot)[:_NAMED])
+        more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
+        return Waiting(f"{named}{more} to push step {step}", now - max(self.applied_at, self.started_at))
 
     def listener_figures(self, member: Member) -> dict[str, float]:
-        """What the transport knows of the way to a worker."""
-        return self._post.listener.figures(member.peer)
+        """Return what the transport has measured on the way to a worker."""
+        return self._send_queue.listener.figures(member.peer)
 
     @property
     def started(self) -> bool:
-        """Whether all who were expected have come."""
-        return self._reception.started
+        """Whether training has begun."""
+        return self.membership.started
 
     @property
     def started_at(self) -> float:
-        """When training began, or else `run` (time.monotonic)."""
-        return self._reception.started_at
+        """When training began, or before that when `run` was called (time.monotonic)."""
+        return self.membership.started_at
 
     @property
     def updates(self) -> int:
-        """Updates of parts so far, by one worker or by all together."""
+        """The number of updates of parts so far, by one worker or by all together."""
         return self._aggregator.updates
 
     # The loop
 
     def _open(self, listener: Listener) -> None:
-        """Everything that depends on how messages travel."""
-        self._post.listener = listener
-        if listener.piece_bytes is not None:  # deltas may arrive in part
-            self.views = LossyViews.of(self.views, listener.piece_bytes)
-            self._reception.door.pieces = True
-        answers = Answers(self.layout, self.clock, self.views, self._post)
-        self._progress = Progress(
-            self.layout, self.clock, self._aggregator, self.views, answers, self.members, self._note_step
-        )
-        self._attendance = Attendance(
-            self.members, self.clock, self.views, self._progress, self._post, timeout=self.timeout, stall=self.stall
-        )
-        self._desk = Desk(
+        """Make everything that depends on the transport."""
+        self._send_queue.listener = listener
+        values, start = self._aggregator.values, self._resumed_at
+        if listener.piece_bytes is None:
+            self.replicas = Replicas(self.layout, values, self.codec, start)
+        else:
+            self.replicas = LossyReplicas(self.layout, values, self.codec, start, budget=listener.piece_bytes)
+            self.membership.check.shards = True
+        self._dispatcher = MessageDispatcher(
             self.layout,
-            self.members,
-            self._reception,
-            self._attendance,
-            self._progress,
-            answers,
+            self.clock,
+            self._aggregator,
+            self.replicas,
             self._buffers,
-            self._post,
+            self.membership,
+            self._send_queue,
             staleness=self.policy == "stalest",
             on_figures=self._on_figures,
-            settle=self.views.settle,
+            on_advance=self._on_advance,
         )
-        listener.on_report, listener.on_gap = self._desk.reported, self._desk.missed
+        listener.on_report, listener.on_gap = self._dispatcher.handle_report, self._dispatcher.handle_gap
 
     def _turn(self, timeout: float) -> None:
-        arrived = self._post.listener.poll(timeout)
-        self._attendance.watch({peer for peer, _ in arrived})
-        if self._resumed:  # those who come back late join later
-            self._reception.start_after(self.timeout)
-        self._attendance.drop_lost()
+        arrived = self._send_queue.listener.poll(timeout)
+        self.membership.evict_silent({peer for peer, _ in arrived})
+        if self._resumed_at:  # workers that come back later join then
+            self.membership.start_late()
+        self.membership.evict_unreachable()
         for peer, parts in arrived:
-            self._desk.take(peer, parts)
-            self._attendance.drop_lost()
+            self._dispatcher.handle(peer, parts)
+            self.membership.evict_unreachable()
             if self.stopped is not None:
                 return
 
-    # What follows from them
-
-    def _note_step(self) -> None:
-        before, self._noted = self._noted, self.clock.step
-        if self._noted <= before:
+    def _on_advance(self) -> None:
+        """Call the owner, save and ask for buffers if a step has become complete in all parts."""
+        before, self._last_step = self._last_step, self.clock.step
+        if self._last_step <= before:
             return
         began = self.applied_at = time.monotonic()
         self._on_step(self)
-        if self._noted // self._save_every > before // self._save_every:  # a step may have been passed over
+        if self._last_step // self._save_every > before // self._save_every:  # several steps may complete at once
             self.save()
-        if self._buffers and self._noted // BUFFERS_EVERY > before // BUFFERS_EVERY and self.members.active:
-            asked = min(self.members.active.values(), key=lambda member: member.slot)
-            self._post.send(asked, Message(Kind.BUFFERS, asked.session))
-        self.members.excuse(time.monotonic() - began)
+        members = self.membership.active
+        if self._buffers and self._last_step // BUFFERS_EVERY > before // BUFFERS_EVERY and members:
+            asked = min(members.values(), key=lambda member: member.slot)
+            self._send_queue.send(asked, Message(MessageKind.BUFFERS, asked.session))
+        self.membership.excuse(time.monotonic() - began)
         self._check_end()
 
     def _check_end(self) -> None:

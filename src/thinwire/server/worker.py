@@ -1,6 +1,6 @@
-"""Worker: a handle on the parameter server that works like an optimizer.
+"""Worker: trains a model with a parameter server, and is used like an optimizer.
 
-Gradients leave as the backward pass produces them, and the next forward pass waits for just the layer that it needs.
+Gradients are pushed as the backward pass computes them. The next forward pass waits only for the layer that it needs.
 """
 
 import time
@@ -13,21 +13,28 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.server.client import Courier, Pace, ServerError, StepTimes, Stopwatch
+from thinwire.errors import ServerError
+from thinwire.server.client import Client, OnWait
 from thinwire.server.layout import trained
-from thinwire.server.protocol import Session, named_codec
+from thinwire.server.protocol import Session, Waiting, named_codec
+from thinwire.server.timings import StepTimes, Stopwatch, WorkerTimings
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
 
 
 class Worker:
-    """One worker of a server: `backward()` as ever, then `step()` in place of an optimizer's.
+    """One worker of a parameter server: call `backward()` as usual, then `step()` in place of an optimizer's.
 
-    codec: how gradients are sent: a codec, preset or density; None: as the server says. recipe: must be the server's.
-    overlap: push during the backward pass and pull during the next forward pass; p.grad is then taken away as soon
-    as it is there. Without it `step` does all of that, so that gradients can be clipped before. There is no need to
-    call `zero_grad`.
-    slot: the number that this worker would like to have among all. patience: seconds without a sign of the server.
+    There is no need to call `zero_grad`. Creating a worker waits until the server admits it.
+
+    codec: how gradients are sent: a codec, preset or density; None lets the server choose.
+    recipe: must be the server's.
+    overlap: push during the backward pass and pull during the next forward pass; p.grad is then removed as soon as it
+        is computed. Without overlap `step` does all of that, so that gradients can be clipped before.
+    slot: the number that this worker asks for among all workers. name: shown by the server; default: the host's name.
+    keys: folder with this worker's key and the server's.
+    patience: raise ServerError after so many seconds without a message from the server.
+    on_wait: called in the worker's thread about every second while it waits for the server, with what it waits for.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class Worker:
         name: str | None = None,
         keys: Path | None = None,
         patience: float = 300.0,
+        on_wait: OnWait | None = None,
     ) -> None:
         self.model, self.overlap = model, overlap
         self._patience = patience
@@ -50,19 +58,22 @@ class Worker:
         chosen = None if codec is None else named_codec(codec)
         connection = connect(address, keys=keys) if isinstance(address, str) else address
         try:
-            self._courier = Courier(connection, model, chosen, recipe=recipe, slot=slot, name=name)
+            where = address if isinstance(address, str) else "the server"
+            options: dict[str, Any] = {"recipe": recipe, "slot": slot, "name": name, "on_wait": on_wait}
+            self._client = Client(connection, model, chosen, address=where, **options)
         except BaseException:
             connection.close()
             raise
-        self.clock = 0  # the step that is computed now
+        self.clock = 0  # the step that is being computed
         self._session: Session | None = None
         self._handles: list[Any] = []
-        self._pushed: set[int] = set()  # layers of this step
-        self._fired: set[int] = set()  # layers of which a module was called in this step
-        self._called: set[str] = set()  # those modules
-        self._watch = Stopwatch(self._courier.pace)
+        # In the present step: layers that were pushed, modules that were called, and the layers of those.
+        self._pushed: set[int] = set()
+        self._called: set[str] = set()
+        self._called_layers: set[int] = set()
+        self._watch = Stopwatch(self._client.timings)
         self._accumulating = False
-        self._courier.start()
+        self._client.start()
         try:
             self._synchronise()
             self._watch.begin()
@@ -75,13 +86,13 @@ class Worker:
     # For training loops
 
     def step(self) -> None:
-        """End a step: what has not been pushed yet is, and the clock goes on. Does nothing after training ended."""
+        """Push the gradients that are not pushed yet, and go on to the next step. After the end it does nothing."""
         if self.stopped is not None or self._session is None:
             return
         self._watch.computed()
         session, layers = self._session, range(len(self._session.layout.layers))
-        # A layer that this step did without was asked for all the same: its push must not overtake the step before.
-        unused = [i for i in layers if i not in self._pushed and i not in self._fired]
+        # A layer that this step does not use was pulled all the same. Its push must not overtake that pull.
+        unused = [i for i in layers if i not in self._pushed and i not in self._called_layers]
         if self.overlap and unused:
             self._await(unused)
         for layer in layers:
@@ -89,14 +100,10 @@ class Worker:
                 self._push(session, layer)
         self._watch.end_step(self.clock)
         self.clock += 1
-        self._pushed.clear()
-        for waiting in self._pending:
-            waiting.clear()
-        # A module that is not called shows nobody when its parameters are used.
+        # No hook tells when the parameters of a module that is not called are used, so they are waited for now.
         called = [self._called.issuperset(layer.modules) for layer in session.layout.layers]
-        self._fired.clear()
-        self._called.clear()
-        if self._courier.standing.lost or self._courier.standing.session is None:
+        self._begin_step()
+        if self._client.state.lost or self._client.state.session is None:
             self._synchronise()
             return
         early = [i for i in layers if not self.overlap or not called[i]]
@@ -104,12 +111,12 @@ class Worker:
             self._await(early)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As an optimizer's."""
+        """Clear the gradients, as an optimizer does."""
         self.model.zero_grad(set_to_none)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes in here only add to p.grad; the next one outside pushes the sum."""
+        """Within this context backward passes only add to p.grad. The next one outside pushes the sum."""
         self._accumulating = True
         try:
             yield
@@ -117,41 +124,45 @@ class Worker:
             self._accumulating = False
 
     def wait(self) -> None:
-        """Return when all parameters are there that the next step will use."""
+        """Wait until all parameters that the next step uses have arrived."""
         if self.stopped is not None or self._session is None:
             return
-        there = self._await(list(range(len(self._session.layout.layers))))
-        if not there and not self._pushed and self.stopped is None:
+        arrived = self._await(list(range(len(self._session.layout.layers))))
+        if not arrived and not self._pushed and self.stopped is None:
             self._synchronise()
+
+    def waiting(self) -> Waiting | None:
+        """Return what the worker waits for and how long it has, or None if it does not wait. Any thread may ask."""
+        return self._client.state.waiting()
 
     @property
     def stopped(self) -> str | None:
         """Why the server has ended training, or None while it goes on."""
-        return self._courier.standing.stopped
+        return self._client.state.stopped
 
     @property
     def slot(self) -> int:
-        """This worker's number among all that are there."""
+        """This worker's number among all workers."""
         return self._session.slot if self._session is not None else 0
 
     @property
-    def pace(self) -> Pace:
-        """Where the time goes, for those who want to know more than `last` tells."""
-        return self._courier.pace
+    def timings(self) -> WorkerTimings:
+        """The times of single events, for profiles; `last` sums them up."""
+        return self._client.timings
 
     @property
     def last(self) -> StepTimes:
-        """Where the time of the last step went."""
+        """The times of the last step."""
         return self._watch.last
 
     @property
     def codec(self) -> Codec:
-        """How gradients are sent; its memory holds what has not been."""
-        return self._courier.pushes.codec
+        """The codec of the gradients; its residual holds what has not been sent."""
+        return self._client.pushes.codec
 
     @property
     def tell(self) -> dict[str, Any]:
-        """What the server tells all workers about the training."""
+        """What `Server(tell=...)` sends to all workers."""
         return self._session.tell if self._session is not None else {}
 
     @property
@@ -165,27 +176,32 @@ class Worker:
         return [layer.modules for layer in self._session.layout.layers] if self._session is not None else []
 
     def values(self, name: str) -> Tensor:
-        """A parameter's exact values, as the server knows them."""
-        return self._courier.copies.row(name)
+        """Return a parameter's exact float32 values, as the server knows them."""
+        return self._client.parameters.row(name)
 
     def report(self, **figures: Any) -> None:
-        """Tell the server figures of a step, for its table and its log."""
-        self._courier.report(figures)
+        """Send figures of a step to the server, for its table and its log."""
+        self._client.report(figures)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received so far."""
-        return self._courier.traffic()
+        """Return the bytes sent and received so far."""
+        return self._client.server.sent, self._client.server.received
 
     def losses(self) -> dict[str, float]:
-        """Over udp: datagrams of gradients sent and lost so far, and the sum of magnitudes put back for them."""
-        return self._courier.losses()
+        """Return the datagrams sent and lost so far, and the magnitudes that were added to the residual for them.
+
+        All are 0 with transports that lose nothing.
+        """
+        figures = self._client.server.connection.figures()
+        sent, lost = (int(figures.get(name, 0)) for name in ("datagrams_sent", "datagrams_lost"))
+        return {"datagrams": sent, "datagrams_lost": lost, "restored": self._client.pushes.restored}
 
     def close(self) -> None:
-        """Leave the server; the model stays as it is."""
+        """Leave the training; the model stays as it is."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._courier.leave()
+        self._client.leave()
 
     def __enter__(self) -> "Worker":
         return self
@@ -198,29 +214,33 @@ class Worker:
     # Sessions
 
     def _synchronise(self) -> None:
-        """Begin a session: all parameters in full, at the clock that the server gives."""
+        """Wait for a session and for all parameters in full, at the step that the server gives."""
         while True:
-            session = self._courier.standing.wait_for_session(self._patience)
+            session = self._client.state.wait_for_session(self._patience)
             if session is None:
                 return
-            self._take_terms(session)
-            self._courier.fetch(session, self.clock)
+            self._use(session)
+            self._client.fetch(session, self.clock)
             if self._await(list(range(len(session.layout.layers)))) or self.stopped is not None:
                 return
 
-    def _take_terms(self, session: Session) -> None:
+    def _use(self, session: Session) -> None:
         self._session, self.clock = session, session.first
-        self._pushed.clear()
-        self._fired.clear()
-        self._called.clear()
-        self._pending: list[set[str]] = [set() for _ in session.layout.layers]
+        self._begin_step()
         self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
+
+    def _begin_step(self) -> None:
+        self._pushed.clear()
+        self._called.clear()
+        self._called_layers.clear()
+        layers = self._session.layout.layers if self._session is not None else ()
+        self._computed: list[set[str]] = [set() for _ in layers]  # by layer: parameters whose gradients are computed
 
     def _await(self, layers: list[int]) -> bool:
         began = time.monotonic()
-        there = self._courier.standing.wait(layers, self.clock, self._patience)
+        arrived = self._client.state.wait(layers, self.clock, self._patience)
         self._watch.waited(layers, self.clock, began)
-        return there
+        return arrived
 
     # Hooks
 
@@ -230,7 +250,7 @@ class Worker:
         for parameter in self._parameters.values():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         for name, module in self.model.named_modules():
-            # A tied parameter is a layer's, and others' as well: whichever comes first must wait for it.
+            # A tied parameter belongs to one layer and is used by several modules: each must wait for it.
             own = {self._names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._names}
             layers = sorted({self._layer_of[parameter] for parameter in own})
             if layers:
@@ -240,9 +260,9 @@ class Worker:
 
     def _on_forward(self, module: str, layers: list[int]) -> None:
         self._called.add(module)
-        new = [layer for layer in layers if layer not in self._fired]
+        new = [layer for layer in layers if layer not in self._called_layers]
         if new and self.stopped is None:
-            self._fired.update(new)
+            self._called_layers.update(new)
             self._await(new)
 
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -255,8 +275,8 @@ class Worker:
                 f"a second backward pass reached {name} in one step: put all but the last in `with "
                 "worker.accumulate():`, or use overlap=False"
             )
-        self._pending[layer].add(name)
-        if len(self._pending[layer]) == len(self._session.layout.layers[layer].parameters):
+        self._computed[layer].add(name)
+        if len(self._computed[layer]) == len(self._session.layout.layers[layer].parameters):
             self._push(self._session, layer)
 
     def _push(self, session: Session, layer: int) -> None:
@@ -266,6 +286,6 @@ class Worker:
             parameter = self._parameters[name]
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
-                parameter.grad = None  # the courier reads it: nobody else may change it
-        self.pace.note(self.pace.ready, layer, self.clock)
-        self._courier.push(session, layer, self.clock, gradients)
+                parameter.grad = None  # the client's thread reads it from now on
+        self.timings.note(self.timings.ready, layer, self.clock)
+        self._client.push(session, layer, self.clock, gradients)

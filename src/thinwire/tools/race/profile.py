@@ -80,8 +80,8 @@ class Profiler:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._pace = worker.pace
-        self._pace.keep = True
+        self._timings = worker.timings
+        self._timings.keep = True
         self._forward: list[dict[int, float]] = [{} for _ in worker.layers]  # by step
         self._begun = [0.0] * len(worker.layers)
         self._inside = [0] * len(worker.layers)  # modules of a layer that are at work, one in the other
@@ -119,13 +119,13 @@ class Profiler:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._pace.keep = False
+        self._timings.keep = False
 
     def _backward(self) -> list[list[float]]:
         """From one layer's gradient to the next's, in the order in which they became ready."""
         found: list[list[float]] = [[] for _ in self._forward]
         steps: dict[int, list[tuple[float, int]]] = {}
-        for when, layer, clock in self._pace.ready:
+        for when, layer, clock in self._timings.ready:
             steps.setdefault(clock, []).append((when, layer))
         for events in steps.values():
             for (before, _), (after, layer) in pairwise(events):
@@ -139,9 +139,9 @@ class Profiler:
 
     def _transfer(self) -> list[list[float]]:
         first: dict[tuple[int, int], float] = {}
-        for when, layer, clock in self._pace.pushes:
+        for when, layer, clock in self._timings.pushes:
             first.setdefault((layer, clock), when)
-        last = {(layer, clock): when for when, layer, clock in self._pace.acks}
+        last = {(layer, clock): when for when, layer, clock in self._timings.acks}
         found: list[list[float]] = [[] for _ in self._forward]
         for (layer, clock), when in last.items():
             if (layer, clock) in first:

@@ -214,7 +214,7 @@ def _figures(
         "apply": 0.0,
         "aggregate": times.aggregate,
         "synchronise": times.synchronise,
-        "density": times.kept / total,
+        "density": times.sent_entries / total,
         "bytes_sent": traffic[0] - before[0],
         "bytes_received": traffic[1] - before[1],
         "waits": [round(times.waits.get(i, 0.0), 6) for i in layers],
@@ -249,7 +249,7 @@ def status(server: Server, values: dict[str, float]) -> dict[str, Any]:
     """Everything that is shown, as plain figures."""
     now, clock = time.monotonic(), server.clock
     # The server's thread goes on meanwhile: look at copies, and at no worker that has just left.
-    pushed, members = dict(clock.members), list(server.members.active.values())
+    pushed, members = dict(clock.workers), list(server.membership.active.values())
     ahead = max((each.ahead for each in pushed.values()), default=clock.step)
     workers = [
         {
@@ -273,9 +273,9 @@ def status(server: Server, values: dict[str, float]) -> dict[str, Any]:
         "mode": server.mode,
         "step": clock.step,
         "updates": server.updates,
-        "joined": server.members.joined,
-        "left": server.members.left,
-        "waiting": len(server.members.waiting),
+        "joined": server.membership.joined,
+        "left": server.membership.left,
+        "waiting": len(server.membership.waiting),
         "metric": dict(values),
         "workers": workers,
     }

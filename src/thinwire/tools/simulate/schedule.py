@@ -306,7 +306,7 @@ class SimulatedServer:
 
 def simulate(case: Case, policy: str) -> Outcome:
     """Run one policy through a case."""
-    return _Simulation(case, check_policy(policy).name).run()
+    return _Simulation(case, check_policy(policy)).run()
 
 
 def compare(case: Case, policies: Sequence[str]) -> list[Outcome]:

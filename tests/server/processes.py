@@ -1,17 +1,19 @@
-"""A server and workers as processes that say what happens: for tests in which some of them are killed.
+"""A server and workers as processes that report what happens, for tests in which some of them are killed.
 
 The model's gradient is one everywhere and is summed with a rate of one: parameters count what was counted.
 """
 
+import contextlib
 import json
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 
 from tests.cluster import PRELOADED
 from tests.server.serving import Ones
-from thinwire.server.client import ServerError
+from thinwire.errors import ServerError
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import listen
@@ -30,14 +32,15 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def serve(say: Say, spec: dict[str, Any]) -> None:
-    """The server; `spec` adds to its options: address, stop (steps, joins), kill (step)."""
+    """Run a server; `spec` adds to its options: address, stop (steps, joins), kill (step), watch (say waits)."""
     torch.set_num_threads(1)
     address, stop, kill = spec.pop("address"), spec.pop("stop"), spec.pop("kill", None)
+    watch = spec.pop("watch", False)
     spec["checkpoint"] = Path(spec["checkpoint"]) if spec.get("checkpoint") else None
     model, accepted = Ones(), []
 
     def on_step(server: Server) -> None:
-        step, members = server.clock.step, server.members
+        step, members = server.clock.step, server.membership
         say({"step": step, "joined": members.joined, "left": members.left})
         if step == kill:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -48,42 +51,53 @@ def serve(say: Say, spec: dict[str, Any]) -> None:
     server = Server(model, torch.optim.SGD(model.parameters(), lr=1.0), on_step=on_step, **options)
     push = server.clock.push
 
-    def noted(worker: int, part: int, clock: int) -> bool:
-        fresh = push(worker, part, clock)
+    def noted(session: int, part: int, clock: int) -> bool:
+        fresh = push(session, part, clock)
         if fresh:
-            accepted.append((server.members.active[worker].token, worker, part, clock))
+            accepted.append((server.membership.active[session].token, session, part, clock))
         return fresh
 
     server.clock.push = noted  # type: ignore[method-assign]
     listener = listen(address, insecure=True)
     say({"address": listener.address, "resumed": server.clock.step, "start": counts(server)})
+    if watch:
+        threading.Thread(target=_say_waiting, args=(say, server), daemon=True).start()
     reason = server.run(listener)
     said = {"end": reason, "counts": counts(server), "accepted": accepted, "lowest": server.clock.lowest}
-    say({**said, "joined": server.members.joined, "left": server.members.left})
+    say({**said, "joined": server.membership.joined, "left": server.membership.left})
+
+
+def _say_waiting(say: Say, server: Server) -> None:
+    while server.stopped is None:
+        waiting = server.waiting()
+        if waiting is not None:
+            say({"waiting": waiting.what, "seconds": waiting.seconds})
+        time.sleep(0.1)
 
 
 def counts(server: Server) -> list[list[float]]:
-    """Per part, the different values of its elements, as counts."""
+    """Return the different values of the elements of each part, negated: how many pushes they have counted."""
     rows = (row for layer in server._aggregator.values for row in layer)
     return [sorted({-float(v) for piece in row for v in piece}) for row in rows]
 
 
 def work(say: Say, spec: dict[str, Any]) -> None:
-    """A worker; `spec` may hold a fault (where, step, signal) that it raises in itself."""
+    """Run a worker; `spec` may name a fault: a signal that the process sends itself at a place in a step."""
     torch.set_num_threads(1)
     where, at, number = spec.get("fault", ("", -1, 0))
     model = Ones()
-    named = {"slot": spec["slot"], "recipe": spec.get("recipe", "")}
+    named: dict[str, Any] = {"slot": spec["slot"], "recipe": spec.get("recipe", ""), "name": spec.get("name")}
+    named["on_wait"] = lambda waiting: say({"waiting": waiting.what, "seconds": waiting.seconds})
     with Worker(spec["address"], model, "dense", patience=60.0, **named) as worker:
         acked: list[tuple[int, int]] = []
-        on_ack = worker._courier._on_ack
+        on_ack = worker._client._on_ack
 
         def noted(session: Any, message: Any) -> None:
             acked.append((session.layout.numbers[message.layer, message.part], message.clock))
             on_ack(session, message)
 
-        worker._courier._on_ack = noted  # type: ignore[method-assign]
-        # The gradient of the second layer has been handed over when the first layer's is made.
+        worker._client._on_ack = noted  # type: ignore[method-assign]
+        # The second layer's gradient is pushed when the first layer's is computed.
         model.a.weight.register_hook(
             lambda g: os.kill(os.getpid(), number) if where == "backward" and worker.clock == at else None
         )
@@ -93,17 +107,17 @@ def work(say: Say, spec: dict[str, Any]) -> None:
             model().backward()
             worker.step()
         seen = sorted({-float(v) for p in model.parameters() for v in p.detach().view(-1)})
-        token = worker._courier._hello["token"]
+        token = worker._client._hello["token"]
     say({"stopped": worker.stopped, "acked": acked, "token": token, "seen": seen})
 
 
 def trouble(say: Say, spec: dict[str, Any]) -> None:
-    """A stranger's noise, a member's noise at its first step, another recipe, then twenty joins and leaves."""
-    from tests.server.test_sessions import admitted, stranger, train_ones
+    """Send random bytes as an unknown peer and as a member, try another recipe, then join and leave twenty times."""
+    from tests.server.test_sessions import admitted, send_without_session, train_ones
 
     torch.set_num_threads(1)
     address, recipe = spec["address"], spec["recipe"]
-    heard = stranger(address, [[os.urandom(36)]])[-1].kind.name
+    heard = send_without_session(address, [[os.urandom(36)]])[-1].kind.name
     connection, _, _ = admitted(address, Ones(), recipe)
     connection.send([os.urandom(36)])
     connection.close()
@@ -116,21 +130,21 @@ def trouble(say: Say, spec: dict[str, Any]) -> None:
     say({"stopped": "done", "heard": heard, "refused": refused})
 
 
-class Party:
-    """Processes of a test, and what they said."""
+class Processes:
+    """The processes of a test, which are killed at its end."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._running: list[BaseProcess] = []
 
-    def start(self, role: Callable[[Say, dict[str, Any]], None], **spec: Any) -> "Guest":
+    def start(self, role: Callable[[Say, dict[str, Any]], None], **spec: Any) -> "ProcessHandle":
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(role, theirs, spec), daemon=True)
         process.start()
         theirs.close()
         self._running.append(process)
-        return Guest(process, ours)
+        return ProcessHandle(process, ours)
 
     def close(self) -> None:
         for process in self._running:
@@ -140,31 +154,47 @@ class Party:
 
 def _run(role: Callable[[Say, dict[str, Any]], None], pipe: Connection, spec: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    role(pipe.send, spec)
+    lock = threading.Lock()
+
+    def say(said: dict[str, Any]) -> None:
+        with lock:
+            pipe.send(said)
+
+    role(say, spec)
 
 
-class Guest:
-    """One process."""
+class ProcessHandle:
+    """One process, and what it reports."""
 
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
-        self.process, self._pipe = process, pipe
+        self.process = process
+        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
+        # Read all the time: a pipe that is full after a few hundred messages would stop the process.
+        threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
 
-    def hears(self, wanted: Callable[[dict[str, Any]], Any], seconds: float = 60.0) -> dict[str, Any]:
-        """What it says, up to the first thing that is wanted."""
+    def _read(self, pipe: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._said.put(pipe.recv())
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], Any], seconds: float = 60.0) -> dict[str, Any]:
+        """Return the first thing that is wanted of what the process says; what it said before is dropped."""
         deadline = time.monotonic() + seconds
-        while self._pipe.poll(max(0.0, deadline - time.monotonic())):
-            said: dict[str, Any] = self._pipe.recv()
-            if wanted(said):
-                return said
+        with contextlib.suppress(queue.Empty):
+            while True:
+                said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
+                if wanted(said):
+                    return said
         raise AssertionError("it was not said in time")
 
     def end(self) -> dict[str, Any]:
-        return self.hears(lambda said: "end" in said or "stopped" in said)
+        """Return the last thing that the process says."""
+        return self.wait_for(lambda said: "end" in said or "stopped" in said)
 
 
-@contextmanager
-def party() -> Iterator[Party]:
-    made = Party()
+@contextlib.contextmanager
+def processes() -> Iterator[Processes]:
+    made = Processes()
     try:
         yield made
     finally:
@@ -172,7 +202,7 @@ def party() -> Iterator[Party]:
 
 
 def main() -> None:
-    """As a command, for hosts of the lab: serve or work, and the spec as JSON; says JSON lines."""
+    """Run as a command on a host of the lab: serve or work, with the spec as JSON; reports are JSON lines."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     roles = {"serve": serve, "work": work}
     roles[sys.argv[1]](lambda said: print(json.dumps(said), flush=True), json.loads(sys.argv[2]))

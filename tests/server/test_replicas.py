@@ -1,4 +1,4 @@
-"""Views and layouts: what the server believes a worker has is what it has, bit for bit, in any order of events."""
+"""Replicas and layouts: in any order of events a replica equals the worker's parameters, bit for bit."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits
 from thinwire.server.layout import Layout, flat
-from thinwire.server.replicas import Arrived, LossyViews, Views, take_delta, take_whole
+from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas, add_delta, write_full
 from thinwire.transport.udp.recovery import pack
 
 events = st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 3)), max_size=60)
@@ -21,27 +21,27 @@ events = st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]
 
 @settings(max_examples=60)
 @given(events, st.integers(0, 2**31))
-# One of two that were alike goes ahead, twice at the same edition: the other must not be taken where it is now.
+# One of two workers with the same replica pulls twice at the same version, which must not change the other's replica.
 @example([("pull", 0), ("pull", 1), ("change", 0), ("pull", 0), ("pull", 0), ("pull", 1)], 0)
-def test_workers_have_what_their_nodes_say(events: list[tuple[str, int]], seed: int) -> None:
+def test_a_replica_equals_the_parameters_of_its_worker(events: list[tuple[str, int]], seed: int) -> None:
     torch.manual_seed(seed)
     layout = Layout.of(nn.Linear(60, 30, bias=False), 0)
     model = [torch.randn(1800)]
-    views = Views(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100))
+    replicas = Replicas(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100))
     workers: dict[int, list[Tensor]] = {}
     for event, who in events:
         if event == "change":
             model[0] += torch.randn(1800)
-            views.changed(0, 0)
+            replicas.changed(0, 0)
         elif event == "forget":
-            views.forget(who)
+            replicas.forget(who)
             workers.pop(who, None)
         else:
-            answer = views.answer(who, 0, 0, whole=who not in workers)
+            answer = replicas.reply(who, 0, 0, full=who not in workers)
             mine = workers.setdefault(who, [torch.zeros(1800)])
-            (take_whole if answer.whole else take_delta)(answer.body, mine)
+            (write_full if answer.full else add_delta)(answer.body, mine)
         for each, values in workers.items():
-            assert torch.equal(model[0] - values[0], views.held_back(each, 0, 0)[0])
+            assert torch.equal(model[0] - values[0], replicas.residual(each, 0, 0)[0])
 
 
 @settings(max_examples=60)
@@ -49,68 +49,68 @@ def test_workers_have_what_their_nodes_say(events: list[tuple[str, int]], seed: 
     st.lists(st.tuples(st.sampled_from(["pull", "pull", "change", "forget"]), st.integers(0, 2)), max_size=40),
     st.integers(0, 2**31),
 )
-def test_what_a_worker_lost_it_gets_exactly(events: list[tuple[str, int]], seed: int) -> None:
-    """Through any losses a worker has its node's bits but where it is owed some; a delta that arrives pays all."""
+def test_lost_entries_are_sent_again_exactly(events: list[tuple[str, int]], seed: int) -> None:
+    """A worker differs from its replica only in entries that are known as lost, and the next delta repairs those."""
     torch.manual_seed(seed)
     model = [torch.randn(1800), torch.randn(40)]
     layout = Layout.of(nn.Linear(45, 40), 0)
-    views = LossyViews.of(Views(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100)), 220)
+    replicas = LossyReplicas(layout, [[model]], Codec(TopK(0.1), Bits(4), min_numel=100), budget=220)
     chance, workers = random.Random(seed), dict[int, list[Tensor]]()
 
     def pull(who: int, loss: float) -> None:
-        answer = views.answer(who, 0, 0, whole=who not in workers)
+        answer = replicas.reply(who, 0, 0, full=who not in workers)
         mine = workers.setdefault(who, [torch.zeros(1800), torch.zeros(40)])
-        if answer.whole:
-            take_whole(answer.body, mine)
+        if answer.full:
+            write_full(answer.body, mine)
             return
-        views.under_way(who, 0, 0, b"peer", who)
+        replicas.sent(who, 0, 0, b"peer", who)
         lost = frozenset(i for i in range(len(answer.shards)) if chance.random() < loss)
         pieces = [(i, shard) for i, shard in enumerate(answer.shards) if i not in lost]
-        Arrived(pack(len(answer.shards), answer.size, pieces), [1800, 40], exact=True).add_to(mine)
-        views.settle(b"peer", who, lost)
+        ReceivedShards(pack(len(answer.shards), answer.size, pieces), [1800, 40], exact=True).add_to(mine)
+        replicas.settle(b"peer", who, lost)
 
-    def check(owed: bool) -> None:
+    def check(may_differ: bool) -> None:
         for each, values in workers.items():
-            due = views.owed(each, 0, 0)
-            assert owed or not due
-            for tensor, held in enumerate(views.held_back(each, 0, 0)):
-                agreed = torch.ones(len(held), dtype=torch.bool)
-                agreed[due.get(tensor, torch.tensor([], dtype=torch.int64))] = False
-                assert torch.equal((model[tensor] - values[tensor])[agreed], held[agreed])
+            lost = replicas.lost_entries(each, 0, 0)
+            assert may_differ or not lost
+            for tensor, missing in enumerate(replicas.residual(each, 0, 0)):
+                agreed = torch.ones(len(missing), dtype=torch.bool)
+                agreed[lost.get(tensor, torch.tensor([], dtype=torch.int64))] = False
+                assert torch.equal((model[tensor] - values[tensor])[agreed], missing[agreed])
 
     for event, who in events:
         if event == "change":
             for values in model:
                 values += torch.randn(len(values))
-            views.changed(0, 0)
+            replicas.changed(0, 0)
         elif event == "forget":
-            views.forget(who)
+            replicas.forget(who)
             workers.pop(who, None)
         else:
             pull(who, 0.4)
-        check(owed=True)
+        check(may_differ=True)
     for who in list(workers):
         pull(who, 0.0)
-    check(owed=False)
+    check(may_differ=False)
 
 
-def test_workers_in_step_share_one_delta_and_old_ones_are_let_go() -> None:
+def test_workers_at_the_same_version_share_one_delta_and_old_deltas_are_freed() -> None:
     layout = Layout.of(nn.Linear(60, 30, bias=False), 0)
     model = [torch.randn(1800)]
-    views = Views(layout, [[model]], Codec(0.1))
+    replicas = Replicas(layout, [[model]], Codec(0.1))
     for who in range(3):
-        views.answer(who, 0, 0, whole=True)
-    slow = views._at[0, 0][2]
+        replicas.reply(who, 0, 0, full=True)
+    slow = replicas._at[0, 0][2]
     for _ in range(5):  # the third does not pull
         model[0] += torch.randn(1800)
-        views.changed(0, 0)
-        first, second = (views.answer(who, 0, 0, whole=False) for who in range(2))
+        replicas.changed(0, 0)
+        first, second = (replicas.reply(who, 0, 0, full=False) for who in range(2))
         assert first.body is second.body
     chain, node = 0, slow
     while node.delta is not None:
         node = node.delta[1]
         chain += 1
-    assert chain <= 1  # what a slow worker has must not keep all editions since
+    assert chain <= 1  # a slow worker's replica must not keep all later versions alive
 
 
 @settings(max_examples=60)
@@ -136,7 +136,7 @@ def test_small_modules_join_the_layer_before_them() -> None:
         nn.Linear(2, 2), nn.Linear(100, 100), *(nn.BatchNorm1d(40) for _ in range(5)), nn.Linear(60, 60)
     )
     layers = [layer.modules for layer in Layout.of(model, 0).layers]
-    # 1/64 of 14,166 elements are 221: two of 80 join a layer, the next begins one; the first has none before it.
+    # 1/64 of 14,166 elements are 221: two of 80 join a layer, and the next begins a new one.
     assert layers == [("0",), ("1", "2", "3"), ("4", "5", "6"), ("7",)]
     assert [name for layer in Layout.of(model, 0).layers for name in layer.parameters] == list(
         dict(model.named_parameters())
@@ -152,7 +152,7 @@ def test_small_modules_join_the_layer_before_them() -> None:
         (lambda: nn.Linear(40_000, 40_000, device="meta"), 0, "too large for a message"),
     ],
 )
-def test_layouts_that_cannot_be(model: Any, cut: int, reason: str) -> None:
+def test_impossible_layouts_are_refused(model: Any, cut: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Layout.of(model(), cut)
 

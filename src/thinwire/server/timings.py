@@ -1,0 +1,113 @@
+"""Timings: where the time of a worker's steps goes."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+Event = tuple[float, int, int]  # when (time.monotonic), layer, step
+
+
+@dataclass
+class StepTimes:
+    """Seconds that the parts of one step took, and when they happened (time.monotonic).
+
+    A step begins when the gradients of the step before are computed, by waiting for parameters.
+    """
+
+    synchronise: float = 0.0
+    compute: float = 0.0
+    aggregate: float = 0.0
+    sent_entries: int = 0  # for the step before
+    began: float = 0.0  # the gradients of the step before were computed
+    ready: float = 0.0  # the last wait for parameters ended
+    computed: float = 0.0  # the backward pass ended
+    waits: dict[int, float] = field(default_factory=dict)  # by layer
+    staleness: dict[int, int] = field(default_factory=dict)  # by layer
+
+
+class WorkerTimings:
+    """What the two threads of a worker note: the client's when messages came, the worker's how long it waited."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first_reply: dict[int, float] = {}
+        self._sent_entries: dict[int, int] = {}  # by step
+        self._staleness: dict[int, dict[int, int]] = {}
+        self.keep = False  # whether to keep the events below, for profiles
+        self.ready: list[Event] = []  # a layer's gradients were computed
+        self.pushes: list[Event] = []
+        self.acks: list[Event] = []
+
+    def sent(self, clock: int, entries: int) -> None:
+        """Note that so many entries of a step's gradients were sent."""
+        with self._lock:
+            self._sent_entries[clock] = self._sent_entries.get(clock, 0) + entries
+
+    def replied(self, clock: int) -> None:
+        """Note that the server has sent some of the parameters for a step."""
+        with self._lock:
+            self._first_reply.setdefault(clock, time.monotonic())
+            for old in [c for c in self._first_reply if c < clock - 8]:
+                del self._first_reply[old]
+
+    def note(self, events: list[Event], layer: int, clock: int) -> None:
+        """Append to one of the lists of events, if they are kept."""
+        if self.keep:
+            events.append((time.monotonic(), layer, clock))
+
+    def arrived(self, layer: int, clock: int, staleness: int) -> None:
+        """Note that a layer's parameters for a step are complete, and how stale they are."""
+        with self._lock:
+            self._staleness.setdefault(clock, {})[layer] = staleness
+
+    def divide(self, clock: int, began: float, ended: float) -> tuple[float, float]:
+        """Divide a wait for the parameters of a step at the server's first reply: (aggregation, synchronisation)."""
+        with self._lock:
+            first = min(max(self._first_reply.get(clock, ended), began), ended)
+        return first - began, ended - first
+
+    def close_step(self, times: StepTimes, clock: int) -> None:
+        """Add how stale the layers were, and what was sent for the step before; this one's may still be on its way."""
+        with self._lock:
+            done = [c for c in self._sent_entries if c < clock]
+            times.sent_entries = self._sent_entries[max(done)] if done else 0
+            for old in done:
+                del self._sent_entries[old]
+            times.staleness = self._staleness.pop(clock, {})
+            for old in [c for c in self._staleness if c < clock - 8]:
+                del self._staleness[old]
+
+
+class Stopwatch:
+    """Times the steps of the worker's thread; `last` is the step that ended last."""
+
+    def __init__(self, timings: WorkerTimings) -> None:
+        self._timings = timings
+        self._times = StepTimes(began=time.monotonic())
+        self.last = StepTimes()
+
+    def begin(self) -> None:
+        """Begin the first step; waits before it belong to no step."""
+        now = time.monotonic()
+        self._times = StepTimes(began=now, ready=now)
+
+    def waited(self, layers: list[int], clock: int, began: float) -> None:
+        """Note the end of a wait for these layers' parameters for a step."""
+        ended = time.monotonic()
+        aggregate, synchronise = self._timings.divide(clock, began, ended)
+        self._times.aggregate += aggregate
+        self._times.synchronise += synchronise
+        self._times.ready = ended
+        for layer in layers:
+            self._times.waits[layer] = self._times.waits.get(layer, 0.0) + (ended - began) / len(layers)
+
+    def computed(self) -> None:
+        """Note that the gradients of a step are computed."""
+        self._times.computed = time.monotonic()
+
+    def end_step(self, clock: int) -> None:
+        """End a step, all of whose gradients have been handed to the client."""
+        times = self._times
+        self._timings.close_step(times, clock)
+        times.compute = max(0.0, times.computed - times.began - times.aggregate - times.synchronise)
+        self.last, self._times = times, StepTimes(began=times.computed)
