@@ -5,7 +5,7 @@ from typing import Any
 from papers.runs import Curve
 from papers.study import Claim, Figure, Series, Table, number
 from thinwire.codec.codec import Codec
-from thinwire.tune.presets import codec_for
+from thinwire.tune.presets import resolve_codec
 
 MNIST_FASTER, TRANSLATION_FASTER = 1.49, 1.22  # the paper's
 # By a run's name: what the lab knows a codec of its selection by.
@@ -18,7 +18,7 @@ def lab_ms(lab: Any, name: str, codec: Codec | None) -> float | None:
     method = LAB.get(name)
     if not lab or method is None:
         return None
-    if codec is not None and codec_for(method).values != codec.values:
+    if codec is not None and resolve_codec(method).values != codec.values:
         return None
     ms: float = lab[method]["ms"]
     return ms

@@ -50,7 +50,7 @@ from thinwire.codec.values import Bits, Float32
 from thinwire.tools.observe import gradient_histogram
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import Recipe, Splits
-from thinwire.tune.presets import codec_for
+from thinwire.tune.presets import resolve_codec
 
 
 def study(workshop: Workshop) -> Study:
@@ -67,7 +67,7 @@ def study(workshop: Workshop) -> Study:
     )
     bed = Bed("cifar10", workshop.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
     paper, phases, flat = _step_times(workshop, bed, workshop.load(recipe))
-    trial = Trial(_workers_only(bed), THIN[workshop.full], codec_for(THIN[workshop.full]), 0.35, 300, 10, 1000)
+    trial = Trial(_workers_only(bed), THIN[workshop.full], resolve_codec(THIN[workshop.full]), 0.35, 300, 10, 1000)
     confirmed, proof = confirm(workshop, trial, flat)
     times = times_of(seeds, paper, phases, flat)
     claims = [*time_claims(times, seeds, workshop.full), *epoch_claims(seeds, workshop.full)]
@@ -148,7 +148,7 @@ def _seeds(workshop: Workshop, recipe: Recipe, splits: Splits) -> dict[str, Seed
     found: dict[str, dict[int, Curve]] = {name: {} for name in methods}
     for seed in range(SEEDS[workshop.full]):  # all methods with one seed first: that much can be compared
         for name, (push, _) in methods.items():
-            codec = None if push == "dense" else codec_for(push)
+            codec = None if push == "dense" else resolve_codec(push)
             setting = Setting(WORKERS, BATCH, LR, 0.0, codec, seed=seed)
             curve = workshop.train(run_name(name, seed), recipe, splits, setting, goal)
             if curve is not None:
@@ -175,7 +175,7 @@ def _away(recipe: Recipe, splits: Splits, steps: int) -> dict[str, Any]:
     """After how many steps an entry of one worker's gradient travels again, by method: shares per number of steps."""
     found = {}
     for name, codec in (
-        ("percentile90", codec_for("percentile90")),
+        ("percentile90", resolve_codec("percentile90")),
         ("percentile90 with memory", Codec(Percentile(90), Bits(8))),
         ("thinwire at 1 %", Codec(TopK(0.01), Bits(8))),
     ):

@@ -109,7 +109,7 @@ def _cut(selection: Selection, gradient: Tensor) -> Any:
 
     def cut() -> None:
         group = NativeGroup([Vector(gradient, None, 1.0, None, None)])
-        selection.cut(group, step=next(step), key=0, state=state)
+        selection.select(group, step=next(step), key=0, state=state)
 
     return cut
 

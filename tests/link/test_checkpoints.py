@@ -129,7 +129,7 @@ def test_states_that_do_not_fit_are_refused_with_what_to_do(cluster: Cluster, tm
         partial = {name: value for name, value in states[0].items() if name != key}
         assert f"lacks {key}" in cluster.run(refused, 2, partial)[0]
         assert f"lacks {key}" in cluster.run(refused, 2, [states[1], partial])[0]
-    for codec in ({"version": 1, "step": 1, "selection": {}}, None):
+    for codec in ({"version": 2, "step": 1, "selection": {}}, None):
         assert "the codec's memory" in cluster.run(refused, 2, {**states[0], "codec": codec})[0]
     with pytest.raises(ValueError, match="different steps"):
         tw.merge_states([states[0], {**states[1], "step": 3}])

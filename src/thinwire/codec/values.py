@@ -1,38 +1,38 @@
-"""Values: how a kept value is written, from 32 bits down to one.
+"""Values: how the value of a sent entry is written, in 32 bits down to one.
 
-A format is a frozen value; the kernels know it by its code, which is also what travels in a frame.
+A value format is a frozen dataclass. Its code identifies it in frames and in the kernels.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-SEEDS = (1 << 64) - 1  # a seed is any integer; its low 64 bits count
+SEEDS = (1 << 64) - 1  # mask: a seed may be any integer, of which the low 64 bits are used
 
 
 class Values(ABC):
-    """A value format."""
+    """Base class of the value formats."""
 
-    seed: int | None = None  # of stochastic rounding; None rounds to nearest
+    seed: int | None = None  # of stochastic rounding; None: values are rounded to nearest
 
     @property
     @abstractmethod
     def code(self) -> int:
-        """What travels in a section's header."""
+        """The format's code in a section's header."""
 
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Bits of one value, scales not counted."""
+        """The number of bits per value, without the scales."""
 
     @property
     def scaled(self) -> bool:
-        """Whether each block of 512 values carries two scales of 32 bits."""
+        """Whether each block of 512 values has two scales of 32 bits."""
         return self.code >= 3
 
 
 @dataclass(frozen=True)
 class Float32(Values):
-    """The value as it is."""
+    """Single precision: the values do not change."""
 
     @property
     def code(self) -> int:
@@ -45,7 +45,7 @@ class Float32(Values):
 
 @dataclass(frozen=True)
 class Float16(Values):
-    """Half precision, to nearest; beyond 65,504 the largest value travels and the rest stays in the memory."""
+    """Half precision, rounded to nearest. Magnitudes beyond 65,504 are sent as that; the rest stays in the residual."""
 
     @property
     def code(self) -> int:
@@ -58,7 +58,7 @@ class Float16(Values):
 
 @dataclass(frozen=True)
 class BFloat16(Values):
-    """The upper half of a float32, to nearest: full range, eight bits of precision."""
+    """The upper half of a float32, rounded to nearest: the full range with eight bits of precision."""
 
     @property
     def code(self) -> int:
@@ -71,10 +71,10 @@ class BFloat16(Values):
 
 @dataclass(frozen=True)
 class Bits(Values):
-    """A sign and evenly spaced magnitudes between a block's smallest and largest: 8, 4 or 2 bits in all.
+    """A sign and evenly spaced magnitudes between a block's smallest and largest, in 8, 4 or 2 bits altogether.
 
-    Two bits choose between the means of the block's small and large magnitudes. With `seed` the rounding is
-    stochastic, unbiased between the block's extremes, and the same for the same seed and step.
+    With two bits the magnitudes are the means of the block's small and of its large magnitudes. With `seed` the
+    rounding is stochastic: unbiased, and the same for the same seed and step.
     """
 
     width: int = 8
@@ -95,7 +95,7 @@ class Bits(Values):
 
 @dataclass(frozen=True)
 class Sign(Values):
-    """One bit a value: a block's positive values travel as their mean, its negative ones as theirs."""
+    """One bit per value: a block's positive values are sent as their mean, its negative values as theirs."""
 
     @property
     def code(self) -> int:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
-from thinwire.codec.encode import Deal, Part, empty_frame, encode_leftover, encode_parts, fill
+from thinwire.codec.encode import Part, Partition, empty_frame, encode_parts, encode_sums, fill
 from thinwire.codec.feedback import NoFeedback
-from thinwire.codec.frame import Frame, FrameReader, Frames, frames_of
+from thinwire.codec.frame import Frame, FrameReader, Frames, read_frames
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.gather import Gather, gathered_bytes
@@ -28,20 +28,20 @@ _CUT_FROM = 1 << 15
 _PREFIX = struct.Struct("<QQ")
 
 
-def share_out(numels: Sequence[int], world: int, smallest: int = 1) -> list[Deal]:
+def share_out(numels: Sequence[int], world: int, smallest: int = 1) -> list[Partition]:
     """Who owns what of a bucket's tensors, the same on every rank.
 
-    Large tensors are dealt to all ranks; no share is below `smallest` elements, because tensors that small travel
-    whole. The others have one owner each, who has the least of them so far.
+    Large tensors are partitioned among all ranks; no share is below `smallest` elements, because tensors that small
+    travel whole. The others have one owner each, who has the least of them so far.
     """
     load = [0] * world
-    deals = [Deal(world, 0)] * len(numels)
+    partitions = [Partition(world, 0)] * len(numels)
     for n, i in sorted(((n, i) for i, n in enumerate(numels)), key=lambda item: (-item[0], item[1])):
         if world == 1 or n < max(_CUT_FROM, 2 * smallest * world):
             lightest = load.index(min(load))
             load[lightest] += n
-            deals[i] = Deal(1, lightest)
-    return deals
+            partitions[i] = Partition(1, lightest)
+    return partitions
 
 
 @dataclass
@@ -49,13 +49,13 @@ class _Plan:
     """What a bucket's tensors, their owners and this rank make certain for all steps."""
 
     names: list[str]
-    deals: list[Deal]
+    partitions: list[Partition]
     shares: list[list[int]]  # by owner: elements of every tensor
     reserves: list[list[int]]  # by owner: see Codec.reserves
     slacks: list[int]  # by owner: see `slack`
     own: Tensor  # room for the part that stays here: it goes over no wire, so that it may hold everything
     sums: list[Tensor]  # this rank's share of every tensor
-    dealt: list[tuple[int, int]]  # the deals as the kernels take them
+    split: list[tuple[int, int]]  # the partitions as the kernels take them
     places: dict[int, Tensor] = field(default_factory=dict)  # of the sums' elements in the whole tensors, if asked for
 
 
@@ -82,10 +82,8 @@ class ScatterReduce(Exchange):
         # A rank sends (world - 1) / world of its entries to others: the results fill that up to twice the entries,
         # so that few ranks keep more of the sum, and the volume is the same for any number of them.
         world = channel.world
-        selection = codec.selection.again(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
-        self._second = Codec(
-            selection, codec.values, NoFeedback(), scope=codec.scope, min_numel=codec.min_numel, kernels=codec.kernels
-        )
+        selection = codec.selection.for_sums(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
+        self._second = codec.copy(selection=selection, feedback=NoFeedback())
 
     def channels(self) -> list[Channel]:
         return [self._channel]
@@ -107,7 +105,7 @@ class ScatterReduce(Exchange):
         rooms[channel.rank] = plan.own
         parts = [Part(*part) for part in zip(rooms, plan.shares, plan.reserves, strict=True)]
         frames, sent = encode_parts(
-            self._codec, bucket.gradients, plan.deals, parts, step=bucket.step, hold=bucket.hold
+            self._codec, bucket.gradients, plan.partitions, parts, step=bucket.step, hold=bucket.hold
         )
         compress = time.perf_counter() - began
         # 2. To the owners.
@@ -148,16 +146,19 @@ class ScatterReduce(Exchange):
 
     def _plan(self, bucket: Bucket) -> _Plan:
         codec, channel, numels = self._codec, self._channel, bucket.numels
-        deals = share_out(numels, channel.world, codec.min_numel)
-        shares = [[deal.share(n, r) for deal, n in zip(deals, numels, strict=True)] for r in range(channel.world)]
+        partitions = share_out(numels, channel.world, codec.min_numel)
+        shares = [
+            [partition.share(n, r) for partition, n in zip(partitions, numels, strict=True)]
+            for r in range(channel.world)
+        ]
         mine = shares[channel.rank]
         reserves = [codec.reserves(each) for each in shares]
         room = codec.frame_bound(mine, mine) + slack(codec, mine)
         sums = list(torch.split(torch.empty(sum(mine)), mine))
         slacks = [slack(codec, [n for n in each if n]) for each in shares]
         own = torch.empty(room, dtype=torch.uint8)
-        dealt = [(deal.world, deal.first) for deal in deals]
-        return _Plan(list(bucket.gradients), deals, shares, reserves, slacks, own, sums, dealt)
+        split = [(partition.world, partition.first) for partition in partitions]
+        return _Plan(list(bucket.gradients), partitions, shares, reserves, slacks, own, sums, split)
 
     def _first_parts(self, bucket: Bucket, plan: _Plan) -> list[int]:
         """Entries may crowd in one share: room for twice as many as an even spread gives."""
@@ -182,7 +183,7 @@ class ScatterReduce(Exchange):
             result = fill(room, empty_frame(str(frames.non_finite[0])))
         else:
             sums = {i: total for i, total in enumerate(plan.sums) if total.numel()}
-            result = encode_leftover(self._second, sums, plan.names, room, step=bucket.step)
+            result = encode_sums(self._second, sums, plan.names, room, step=bucket.step)
         _PREFIX.pack_into(answer.numpy().data, 0, largest, 1 + frames.non_finite[0] if frames.non_finite else 0)
         self._keep(bucket, plan)
         return result
@@ -191,19 +192,21 @@ class ScatterReduce(Exchange):
         """Add what is left of the sums to the memory."""
         rank = self._channel.rank
         for i, (gradient, left) in enumerate(zip(bucket.gradients.values(), plan.sums, strict=True)):
-            held = self._codec.open_slots(plan.names[i], gradient).get("residual") if left.numel() else None
+            held = self._codec.ensure_residuals(plan.names[i], gradient).get("residual") if left.numel() else None
             if held is None:
                 continue
-            deal = plan.deals[i]
+            partition = plan.partitions[i]
             if held.device.type == "cpu":
-                owner = rank if deal.world > 1 else 0
-                _native.add_share(held.data_ptr(), held.numel(), deal.world, deal.first, owner, left.data_ptr())
+                owner = rank if partition.world > 1 else 0
+                _native.add_share(
+                    held.data_ptr(), held.numel(), partition.world, partition.first, owner, left.data_ptr()
+                )
             else:
                 held.index_add_(0, self._places(plan, i, held.numel()).to(held.device), left.to(held.device))
 
     def _places(self, plan: _Plan, i: int, n: int) -> Tensor:
         if i not in plan.places:
-            plan.places[i] = plan.deals[i].places(n, self._channel.rank)
+            plan.places[i] = plan.partitions[i].places(n, self._channel.rank)
         return plan.places[i]
 
     def _read(self, bucket: Bucket, plan: _Plan, answers: list[Tensor]) -> list[int]:
@@ -217,7 +220,7 @@ class ScatterReduce(Exchange):
         frames.read([answer[_PREFIX.size :] for answer in answers], plan.shares, trailing=True)
         self._parts.learn(key, [largest for largest, _ in prefixes], plan.slacks)
         self._results.learn(key, frames.lengths, plan.slacks)
-        frames.sum_to(bucket.outs, 1.0 / world, plan.dealt)
+        frames.sum_to(bucket.outs, 1.0 / world, plan.split)
         return []
 
     def _give_back(self, plan: _Plan, numels: list[int], result: Frame) -> None:
@@ -236,7 +239,7 @@ class ScatterReduce(Exchange):
         self._gather.load_state_dict(state.get("gather", {}))
         self._parts.load_state_dict(state.get("parts", {}))
         self._results.load_state_dict(state.get("results", {}))
-        self._second.load_state_dict(state.get("second", self._second.fresh().state_dict()))
+        self._second.load_state_dict(state.get("second", self._second.copy().state_dict()))
 
     def __repr__(self) -> str:
         return f"ScatterReduce(gather_below={self._gather_below})" if self._gather_below else "ScatterReduce()"
@@ -244,4 +247,4 @@ class ScatterReduce(Exchange):
 
 def _write_sent(plan: _Plan, frames: Sequence[Frame], outs: list[Tensor]) -> None:
     """All owners' parts of what a rank sent."""
-    frames_of(frames, plan.shares).sum_to(outs, 1.0, plan.dealt)
+    read_frames(frames, plan.shares).sum_to(outs, 1.0, plan.split)

@@ -27,7 +27,7 @@ from thinwire.link.link import Link
 from thinwire.link.rescale import UnitWatch
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Measured
-from thinwire.tune.presets import any_codec_for
+from thinwire.tune.presets import resolve_codec
 
 
 def checked_ddp(model: nn.Module) -> DistributedDataParallel:
@@ -164,7 +164,7 @@ def _plan(
     auto = codec == "auto"
     if auto and exchange is not None:
         raise ValueError('"auto" chooses the exchange itself: leave exchange out, or name a codec')
-    made = any_codec_for(FIRST.density if auto else codec)
+    made = resolve_codec(FIRST.density if auto else codec)
     check_model(ddp, parameters)
     check_momentum(made, optimizer)
     sizes = {name: p.numel() for name, p in parameters.items()}

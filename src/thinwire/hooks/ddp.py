@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.codec.encode import Placed
+from thinwire.codec.encode import BucketViews
 from thinwire.errors import LinkError
 from thinwire.link.autotune import Pilot
 from thinwire.link.link import Job, Link
@@ -28,7 +28,7 @@ class Dispatcher:
         self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
-        self._views: dict[int, tuple[int, Placed]] = {}
+        self._views: dict[int, tuple[int, BucketViews]] = {}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         link, buffer, begins = self.link, bucket.buffer(), bucket.index() == 0
@@ -45,7 +45,7 @@ class Dispatcher:
         ends = self.pilot is not None and bucket.is_last()
         return link.submit(job).then(self._ended if ends else _unwrap)
 
-    def _gradients(self, bucket: dist.GradBucket) -> Placed:  # type: ignore[name-defined]
+    def _gradients(self, bucket: dist.GradBucket) -> BucketViews:  # type: ignore[name-defined]
         """The bucket's gradients by name: the same objects from step to step, while DDP keeps its buckets.
 
         What is known here holds on to the memory, so that no other bucket can be found at the same address.
@@ -57,7 +57,7 @@ class Dispatcher:
         if known is not None:
             self._views.clear()  # DDP has regrouped its buckets
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        views = Placed({self._names[id(p)]: g.view(-1) for p, g in pairs})
+        views = BucketViews({self._names[id(p)]: g.view(-1) for p, g in pairs})
         self._views[index] = address, views
         return views
 

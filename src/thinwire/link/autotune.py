@@ -178,7 +178,7 @@ class Machines:
             mean = mean.to(self._inside.device)
             self._inside.reduce(mean, 0)
             if self._leads:
-                codec.open_slots(name, mean if held is None else held)["residual"].copy_(mean)
+                codec.ensure_residuals(name, mean if held is None else held)["residual"].copy_(mean)
             elif held is not None:
                 held.zero_()
 
@@ -190,7 +190,7 @@ class Machines:
 
 def codec_seconds(codec: Codec, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
     """What it takes to encode gradients, once the codec knows their size, and to read the frame."""
-    fresh = codec.fresh()
+    fresh = codec.copy()
     fresh.encode(gradients)
     began = time.perf_counter()
     frame = fresh.encode(gradients)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
-from thinwire.codec.encode import Placed
-from thinwire.codec.vectors import plain
+from thinwire.codec.encode import BucketViews
+from thinwire.codec.vectors import array_args
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel
@@ -68,9 +68,9 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def without_gradient(gradients: Mapping[str, Tensor]) -> frozenset[str]:
     """The names of those gradients that hold nothing at all."""
-    arrays = gradients.plain if isinstance(gradients, Placed) else None
+    arrays = gradients.args if isinstance(gradients, BucketViews) else None
     if arrays is None and all(g.device.type == "cpu" and g.is_contiguous() for g in gradients.values()):
-        arrays = [plain(g) for g in gradients.values()]
+        arrays = [array_args(g) for g in gradients.values()]
     if arrays is None:
         return frozenset(name for name, g in gradients.items() if not g.any())
     empty = _native.all_zero(arrays)

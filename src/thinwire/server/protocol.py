@@ -13,20 +13,11 @@ from torch import nn
 
 import thinwire
 from thinwire.codec.codec import Codec
-from thinwire.codec.feedback import NoFeedback
-from thinwire.codec.selection import Selection, TopK
-from thinwire.codec.values import Float32
 from thinwire.errors import MessageError
 from thinwire.server.layout import Buffers, Layout, Shapes, difference, frozen_difference, frozen_digests, trained
 from thinwire.server.schedule import Pool, Staleness, check_policy
 from thinwire.transport.base import Buffer
-from thinwire.tune.presets import codec_for
-
-
-def named_codec(what: Codec | Selection | float | str) -> Codec:
-    """A codec, preset or density; "dense" is every entry as it is."""
-    return Codec(TopK(1.0), Float32(), NoFeedback()) if what == "dense" else codec_for(what)
-
+from thinwire.tune.presets import resolve_codec
 
 PROTOCOL = 2
 _MAGIC = b"TWPS"
@@ -271,7 +262,7 @@ class Session:
         if not isinstance(push, str | float | int):
             raise MessageError("the server's push must be the name of a codec or a density")
         try:
-            return named_codec(push)
+            return resolve_codec(push)
         except ValueError as error:
             raise MessageError(f"the server's terms make no sense: {error}") from error
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.encode import ShardReader, encode_exact, encode_shards
+from thinwire.codec.encode import encode_exact, encode_shards
 from thinwire.codec.feedback import NoFeedback
-from thinwire.codec.frame import Frame, FrameReader
+from thinwire.codec.frame import Frame, FrameReader, ShardReader
 from thinwire.errors import FrameError, MessageError, TransportError
 from thinwire.server.layout import Layout, Piece, flat, trained
 from thinwire.transport.base import Buffer, Peer
@@ -57,14 +57,7 @@ class Views:
     ) -> None:
         self._layout, self._values = layout, values
         # What does not travel is still the difference between model and view: no other memory is needed.
-        self._codec = codec and Codec(
-            codec.selection,
-            codec.values,
-            NoFeedback(),
-            scope=codec.scope,
-            min_numel=codec.min_numel,
-            kernels=codec.kernels,
-        )
+        self._codec = codec and codec.copy(feedback=NoFeedback())
         self._editions = dict.fromkeys(layout.places(), start)
         self._at: dict[tuple[int, int], dict[int, Node]] = {place: {} for place in layout.places()}
         self._bodies: dict[tuple[int, int], tuple[int, Buffer]] = {}

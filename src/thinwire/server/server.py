@@ -21,11 +21,12 @@ from thinwire.server.checkpoint import Store
 from thinwire.server.dispatch import Answers, Attendance, Desk, OnFigures, Progress
 from thinwire.server.layout import Buffers, Layout, cut_for
 from thinwire.server.membership import Member, Members, Post, Reception, Terms
-from thinwire.server.protocol import Door, Kind, Message, named_codec
+from thinwire.server.protocol import Door, Kind, Message
 from thinwire.server.replicas import LossyViews, Views, check_on_loss
 from thinwire.server.schedule import check_policy
 from thinwire.transport.addresses import listen
 from thinwire.transport.base import Listener
+from thinwire.tune.presets import resolve_codec
 
 log = logging.getLogger("thinwire.server")
 
@@ -86,7 +87,7 @@ class Server:
         self.model, self.optimizer, self.mode = model, optimizer, mode
         self.policy, self.expect = policy, expect
         # The whole model needs no deltas.
-        self.codec = None if codec is None or codec == "dense" else named_codec(codec)
+        self.codec = None if codec is None or codec == "dense" else resolve_codec(codec)
         self.layout = Layout.of(model, cut_for(optimizer, self.codec, cut))
         self.bound = {"bsp": 0, "ssp": bound, "async": None}[mode]
         told = {**(tell or {}), "on_loss": check_on_loss(on_loss)}

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from thinwire.codec.codec import Codec
 from thinwire.server.client import Courier, Pace, ServerError, StepTimes, Stopwatch
 from thinwire.server.layout import trained
-from thinwire.server.protocol import Session, named_codec
+from thinwire.server.protocol import Session
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
+from thinwire.tune.presets import resolve_codec
 
 
 class Worker:
@@ -47,7 +48,7 @@ class Worker:
         self._patience = patience
         self._parameters = trained(model)
         self._names = {id(p): name for name, p in self._parameters.items()}
-        chosen = None if codec is None else named_codec(codec)
+        chosen = None if codec is None else resolve_codec(codec)
         connection = connect(address, keys=keys) if isinstance(address, str) else address
         try:
             self._courier = Courier(connection, model, chosen, recipe=recipe, slot=slot, name=name)
