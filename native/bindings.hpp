@@ -22,7 +22,7 @@ T* at(Address a) {
 using ArrayArgs = std::tuple<Address, int, size_t>;
 // (address of the gradient, dtype, address of the residual or 0, decay, number of elements)
 using VectorArgs = std::tuple<Address, int, Address, float, size_t>;
-// (id, vector, address of what is kept or 0, address of the mask or 0, format, whether rounding is stochastic, its seed)
+// (id, vector, address of what is kept or 0, address of the mask or 0, format, whether rounding is stochastic, seed)
 using SectionArgs = std::tuple<uint32_t, VectorArgs, Address, Address, int, bool, uint64_t>;
 // (id, addresses of positions and values, how many, elements of the tensor, address for the values as sent, format,
 // whether rounding is stochastic, its seed)
@@ -46,8 +46,9 @@ inline SectionInput section_of(const SectionArgs& args) {
 
 inline EntriesInput entries_of(const EntriesArgs& args) {
   const auto& [id, positions, values, count, n, sent, format, stochastic, seed] = args;
-  return {id, at<const uint64_t>(positions), at<const float>(values), count, n, at<float>(sent), Format(format),
-          {stochastic, seed, 0}};
+  const Rounding rounding{stochastic, seed, 0};
+  return {id,      at<const uint64_t>(positions), at<const float>(values), count, n, at<float>(sent), Format(format),
+          rounding};
 }
 
 inline std::tuple<uint64_t, uint64_t, uint64_t, double> as_tuple(const Written& w) {

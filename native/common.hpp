@@ -61,7 +61,7 @@ inline uint16_t to_float16(float x) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t rest = bits & 0x7fffffffu;
   if (rest >= 0x477fe000u) return uint16_t(sign | 0x7bffu);
-  if (rest < 0x38800000u) {  // below 2^-14: a subnormal, in steps of 2^-24
+  if (rest < 0x38800000u) {                                   // below 2^-14: a subnormal, in steps of 2^-24
     const float shifted = std::bit_cast<float>(rest) + 0.5f;  // the addition rounds at 2^-24
     return uint16_t(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u));
   }

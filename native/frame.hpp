@@ -38,6 +38,7 @@ struct FrameFault : std::runtime_error {
 // The checksum of all bytes of a frame but the field itself.
 uint32_t frame_crc(const uint8_t* frame, size_t length);
 
-static_assert(std::endian::native == std::endian::little, "frames are little-endian: this code needs a little-endian machine");
+static_assert(std::endian::native == std::endian::little,
+              "frames are little-endian: this code needs a little-endian machine");
 
 }  // namespace thinwire

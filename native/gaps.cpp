@@ -143,9 +143,12 @@ class Lane {
       s.out[i] = Position(next++);
     };
     one(0);
-    if (batch_ > 1) [[likely]] one(1);
-    if (batch_ > 2) [[likely]] one(2);
-    if (lengths & (kLong | 2 * kLong)) [[unlikely]] return single(s);  // one, two or three codes are long
+    if (batch_ > 1) [[likely]]
+      one(1);
+    if (batch_ > 2) [[likely]]
+      one(2);
+    if (lengths & (kLong | 2 * kLong)) [[unlikely]]
+      return single(s);  // one, two or three codes are long
     s.bits.keep(word, (lengths & 63) + unsigned(batch_) * divisor_.shift);
     s.next = next;
     s.out += batch_;

@@ -19,14 +19,14 @@ void bind_statistics(nb::module_& m) {
   m.def("entry_count", &entry_count);
   m.def("sample_size", &sample_size);
   m.def("allowed_ties", &allowed_ties);
-  m.def("sampled_thresholds", [](const std::vector<VectorArgs>& args, const std::vector<double>& densities,
-                                 uint64_t wanted, uint64_t seed) {
-    nb::gil_scoped_release release;
-    std::vector<std::tuple<float, double>> found;
-    for (const auto& t : sampled_thresholds(vectors_of(args), densities, wanted, seed))
-      found.emplace_back(t.value, t.above);
-    return found;
-  });
+  m.def("sampled_thresholds",
+        [](const std::vector<VectorArgs>& args, const std::vector<double>& densities, uint64_t wanted, uint64_t seed) {
+          nb::gil_scoped_release release;
+          std::vector<std::tuple<float, double>> found;
+          for (const auto& t : sampled_thresholds(vectors_of(args), densities, wanted, seed))
+            found.emplace_back(t.value, t.above);
+          return found;
+        });
   m.def("histogram", [](const std::vector<VectorArgs>& args, uint64_t wanted, uint64_t seed, Address out) {
     nb::gil_scoped_release release;
     uint64_t taken = 0;

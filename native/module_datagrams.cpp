@@ -38,8 +38,7 @@ nb::tuple split(std::string_view datagram, std::string_view prefix) {
   char nonce[kNonce] = {};
   std::memcpy(nonce, session + kSession, kCounter);
   return nb::make_tuple(little(session, kSession), little(session + kSession, kCounter), nb::bytes(nonce, kNonce),
-                        nb::bytes(datagram.data(), clear),
-                        nb::bytes(datagram.data() + clear, datagram.size() - clear));
+                        nb::bytes(datagram.data(), clear), nb::bytes(datagram.data() + clear, datagram.size() - clear));
 }
 
 // Returns the operating system's time of arrival if the socket provides it, else the current time.

@@ -1,7 +1,7 @@
 // The part of the Python module that packs many pieces of a message into datagrams, and unpacks them, in one call.
 //
-// A datagram has one piece: kind, length of the head, length of the piece, index, count, message, time of sending, head,
-// piece; padding may follow. In Python the packing would take longer than the encryption.
+// A datagram has one piece: kind, length of the head, length of the piece, index, count, message, time of sending,
+// head, piece; padding may follow. In Python the packing would take longer than the encryption.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -14,7 +14,8 @@
 
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "datagrams are little-endian: this code needs a little-endian machine");
+static_assert(std::endian::native == std::endian::little,
+              "datagrams are little-endian: this code needs a little-endian machine");
 
 constexpr uint8_t kData = 1;
 
@@ -45,8 +46,8 @@ nb::list pack_all(uint32_t message, size_t first, size_t count, const nb::bytes&
     const std::string_view piece = view(pieces[i]);
     const bool padded = i + 1 < pieces.size() && piece.size() + padding >= longest;
     const size_t room = padded ? longest : piece.size();
-    const Header header{kData, uint8_t(head.size()), uint16_t(piece.size()), uint16_t(first + i), uint16_t(count),
-                        message, now};
+    const Header header{
+        kData, uint8_t(head.size()), uint16_t(piece.size()), uint16_t(first + i), uint16_t(count), message, now};
     PyObject* made = PyBytes_FromStringAndSize(nullptr, Py_ssize_t(sizeof header + head.size() + room));
     if (made == nullptr) throw nb::python_error();
     char* to = PyBytes_AsString(made);
@@ -73,8 +74,8 @@ struct Group {
   }
 };
 
-// Unpacks the contents of datagrams, with their times of arrival, into groups. Returns these and the number of malformed
-// datagrams.
+// Unpacks the contents of datagrams, with their times of arrival, into groups. Returns these and the number of
+// malformed datagrams.
 nb::tuple read_all(const nb::list& plains, const std::vector<double>& stamps, double span) {
   if (stamps.size() != plains.size()) throw std::invalid_argument("every datagram needs a time of arrival");
   nb::list groups;

@@ -1,6 +1,6 @@
 // Partitions: which rank owns which elements of a vector. Blocks are dealt to the ranks round-robin, and every round
-// begins with another rank, so that the columns and rows of a matrix spread evenly. An owner's blocks, put together, are
-// its share. With a world of one, the owner has the whole vector.
+// begins with another rank, so that the columns and rows of a matrix spread evenly. An owner's blocks, put together,
+// are its share. With a world of one, the owner has the whole vector.
 #pragma once
 #include "common.hpp"
 

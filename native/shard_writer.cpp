@@ -1,10 +1,9 @@
 // The writer of shards: one pass over the vectors writes all of them.
-#include "shards.hpp"
-
 #include <algorithm>
 #include <stdexcept>
 
 #include "pass.hpp"
+#include "shards.hpp"
 
 namespace thinwire {
 

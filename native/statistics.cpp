@@ -1,10 +1,11 @@
 // Statistics of vectors. Sums run in eight fixed lanes, so that every build gives the same bits.
 #include "statistics.hpp"
-#include "positions.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+
+#include "positions.hpp"
 
 namespace thinwire {
 namespace {
@@ -127,14 +128,12 @@ std::vector<uint32_t> sample_of(const std::vector<Vector>& vectors, uint64_t wan
 }
 
 std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vectors,
-                                                 const std::vector<double>& densities, uint64_t wanted,
-                                                 uint64_t seed) {
+                                                 const std::vector<double>& densities, uint64_t wanted, uint64_t seed) {
   std::vector<SampledThreshold> found;
   if (densities.empty()) return found;
   const double most = *std::max_element(densities.begin(), densities.end());
   Largest largest = above_floor(vectors, wanted, seed, low_floor(vectors, wanted, seed, most));
-  if (largest.bits.size() <= uint64_t(most * double(largest.taken)))
-    largest = above_floor(vectors, wanted, seed, 0);
+  if (largest.bits.size() <= uint64_t(most * double(largest.taken))) largest = above_floor(vectors, wanted, seed, 0);
   for (const double density : densities) {
     const auto rank = uint64_t(density * double(largest.taken));
     if (rank >= largest.taken) {

@@ -20,7 +20,8 @@ class Reader::Walk {
       if (b.run)
         whole = add(end, out, weight, place, b.count, [&](size_t i) { return b.begin + i; });
       else if (section_.numel > ~uint32_t(0))
-        whole = add(end, out, weight, place, b.count, [p = reader_.positions64_.data() + b.begin](size_t i) { return p[i]; });
+        whole = add(end, out, weight, place, b.count,
+                    [p = reader_.positions64_.data() + b.begin](size_t i) { return p[i]; });
       else
         whole = add(end, out, weight, place, b.count,
                     [p = reader_.positions32_.data() + b.begin](size_t i) { return uint64_t(p[i]); });
@@ -58,8 +59,8 @@ void sum_frames(const std::vector<const Reader*>& frames, const std::vector<Sum>
         if (s.numel != sum.partition.share(sum.n, owner)) throw std::invalid_argument("a frame is of another size");
         walks.emplace_back(Reader::Walk(*frames[i], s), ShareToWhole(sum.partition, owner));
       }
-    // As many rounds of the partition as make up a range. The entries of a round of a share lie in the same round of the
-    // whole vector.
+    // As many rounds of the partition as make up a range. The entries of a round of a share lie in the same round of
+    // the whole vector.
     const uint64_t rounds = std::max<uint64_t>(kRange / kPartitionBlock / sum.partition.world, 1);
     const uint64_t step = rounds * sum.partition.world * kPartitionBlock;
     for (uint64_t begin = 0, share = 0; begin < sum.n; begin += step) {

@@ -95,7 +95,9 @@ Scales choose_levels(Format f, const float* v, size_t n, float largest, const Ro
     std::memset(codes, 0, n);
     return {0.0f, 0.0f};
   }
-  const auto code = [&](float x, int level) { return uint8_t(unsigned(std::signbit(x)) << (bits - 1) | unsigned(level)); };
+  const auto code = [&](float x, int level) {
+    return uint8_t(unsigned(std::signbit(x)) << (bits - 1) | unsigned(level));
+  };
   if (f == Format::bits2 && !rounding.stochastic) {
     float split = 0.0f;
     const Scales s = two_means(v, n, FixedPoint(largest), split);
@@ -194,8 +196,8 @@ size_t write_block(Format f, const float* v, size_t n, Rounding rounding, uint8_
       v = limited;
       largest = kLargest;
     }
-    const Scales s = f == Format::sign ? choose_signs(v, n, largest, codes)
-                                       : choose_levels(f, v, n, largest, rounding, codes);
+    const Scales s =
+        f == Format::sign ? choose_signs(v, n, largest, codes) : choose_levels(f, v, n, largest, rounding, codes);
     std::memcpy(out, &s, sizeof s);
     with_bits(f, [&]<unsigned Bits>() {
       pack<Bits>(codes, n, out + sizeof s);

@@ -3,8 +3,8 @@
 #include <optional>
 #include <vector>
 
-#include "partition.hpp"
 #include "frame.hpp"
+#include "partition.hpp"
 #include "scan.hpp"
 #include "values.hpp"
 
