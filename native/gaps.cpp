@@ -15,40 +15,40 @@ class BitReader {
   void refill_far_from_end() {
     uint64_t word;
     std::memcpy(&word, at_, 8);
-    word_ |= word << held_;
-    at_ += (63 - held_) >> 3;
-    held_ |= 56;
+    word_ |= word << count_;
+    at_ += (63 - count_) >> 3;
+    count_ |= 56;
   }
   void refill() {
     if (far_from_end()) {
       refill_far_from_end();
     } else {
-      while (held_ < 56 && at_ < end_) {
-        word_ |= uint64_t(*at_++) << held_;
-        held_ += 8;
+      while (count_ < 56 && at_ < end_) {
+        word_ |= uint64_t(*at_++) << count_;
+        count_ += 8;
       }
     }
   }
-  unsigned held() const { return held_; }
+  unsigned count() const { return count_; }
   uint64_t peek() const { return word_; }
   void drop(unsigned n) {
     word_ >>= n;
-    held_ -= n;
+    count_ -= n;
   }
   // Replaces the bits by those that are left after n were taken.
   void keep(uint64_t word, unsigned n) {
     word_ = word;
-    held_ -= n;
+    count_ -= n;
   }
   // The first byte that no bit was taken from.
-  const uint8_t* finish() const { return at_ - held_ / 8; }
-  bool padding_is_zero() const { return (word_ & ((uint64_t(1) << (held_ % 8)) - 1)) == 0; }
+  const uint8_t* finish() const { return at_ - count_ / 8; }
+  bool padding_is_zero() const { return (word_ & ((uint64_t(1) << (count_ % 8)) - 1)) == 0; }
 
  private:
   const uint8_t* at_;
   const uint8_t* end_;
   uint64_t word_ = 0;
-  unsigned held_ = 0;
+  unsigned count_ = 0;
 };
 
 constexpr const char* kTruncatedGaps = "the frame ends within the positions of a block";
@@ -60,11 +60,11 @@ bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const ch
   unsigned zeros;
   for (;;) {
     bits.refill();
-    if (bits.held() == 0) return *error = kTruncatedGaps, false;
+    if (bits.count() == 0) return *error = kTruncatedGaps, false;
     zeros = bits.peek() ? unsigned(std::countr_zero(bits.peek())) : 64;
-    if (zeros < bits.held()) break;
-    quotient += bits.held();
-    bits.drop(bits.held());
+    if (zeros < bits.count()) break;
+    quotient += bits.count();
+    bits.drop(bits.count());
     if (quotient > most) return *error = kOutside, false;
   }
   quotient += zeros;
@@ -72,7 +72,7 @@ bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const ch
   bits.drop(1);
   bits.refill();
   const Code code = truncated.decode[d.factor][bits.peek() & 7];
-  if (code.length > bits.held()) return *error = kTruncatedGaps, false;
+  if (code.length > bits.count()) return *error = kTruncatedGaps, false;
   bits.drop(code.length);
   if (quotient > most) return *error = kOutside, false;
   const uint64_t high = quotient * d.factor + code.bits;
@@ -81,7 +81,7 @@ bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const ch
   for (unsigned done = 0; done < d.shift;) {
     bits.refill();
     const unsigned take = d.shift - done < 32 ? d.shift - done : 32;
-    if (bits.held() < take) return *error = kTruncatedGaps, false;
+    if (bits.count() < take) return *error = kTruncatedGaps, false;
     low |= (bits.peek() & ((uint64_t(1) << take) - 1)) << done;
     bits.drop(take);
     done += take;

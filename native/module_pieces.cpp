@@ -29,8 +29,8 @@ struct Header {
 #pragma pack(pop)
 
 std::string_view view(const nb::handle& bytes) {
-  const nb::bytes held = nb::cast<nb::bytes>(bytes);
-  return {held.c_str(), held.size()};  // the caller keeps the object alive
+  const nb::bytes object = nb::cast<nb::bytes>(bytes);
+  return {object.c_str(), object.size()};  // the caller keeps the object alive
 }
 
 // Returns the contents of one datagram for each piece. All but the last are padded to the longest if that takes at most

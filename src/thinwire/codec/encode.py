@@ -74,7 +74,7 @@ class Observer(Protocol):
     """Receives a codec's batches, for diagnostics."""
 
     def opened(self, batch: Batch) -> None:
-        """Called when the gradients are accumulated and the entries to send are chosen."""
+        """Called when the entries to send are chosen and nothing is written yet."""
 
     def written(self, batch: Batch) -> None:
         """Called when the chosen entries are in a frame and the rest is in the residual."""
