@@ -91,11 +91,11 @@ def section_args(section: int, vector: Vector, coding: ValueCoding) -> "_native.
 
 
 class Entries:
-    """Selected entries of one vector, on the CPU, in ascending order of their positions in a frame."""
+    """Selected entries of one vector, on the CPU, in ascending order."""
 
-    def __init__(self, positions: Tensor, values: Tensor, places: Tensor | None = None) -> None:
-        self.positions = positions  # as the frame counts them
-        self.places = places if places is not None else positions  # in the vector
+    def __init__(self, positions: Tensor, values: Tensor) -> None:
+        self.positions = positions  # in the frame, which may be of an owner's share
+        self.places = positions  # in the vector
         self.values = values
         self.sent = torch.empty_like(values)  # the values as the receiver reads them
 

@@ -4,7 +4,7 @@ docs/wire-format.md specifies the layout. A reader validates every byte before i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,8 +71,7 @@ class FrameReader:
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
         """Add weight * values to outs[id] for every tensor in the frame; outs are contiguous float32 CPU tensors."""
         sections = self._reader.sections
-        for section in sections:
-            _check_out(section.id, outs[section.id], section.numel)
+        _check_outs([(section.id, outs[section.id]) for section in sections], {s.id: s.numel for s in sections})
         for section in sections:
             self._reader.add(section, outs[section.id].data_ptr(), weight)
 
@@ -134,18 +133,18 @@ def sum_frames(readers: Sequence[FrameReader], outs: Sequence[Tensor]) -> None:
 
 def _sum_args(outs: Sequence[Tensor], partitions: Sequence[tuple[int, int]] | None) -> "list[_native.SumArgs]":
     """Return the outs as the kernels take them."""
-    for i, out in enumerate(outs):
-        _check_out(i, out)
+    _check_outs(enumerate(outs))
     split = partitions if partitions is not None else [(1, 0)] * len(outs)
     return [(out.data_ptr(), out.numel(), *partition) for out, partition in zip(outs, split, strict=True)]
 
 
-def _check_out(i: int, out: Tensor, numel: int | None = None) -> None:
-    """Raise ValueError unless the kernels can add to a tensor, which has `numel` elements if that is given."""
-    if out.dtype != torch.float32 or not out.is_contiguous() or out.device.type != "cpu":
-        raise ValueError(f"tensor {i} must be contiguous float32 on the CPU to add frames to it")
-    if numel is not None and out.numel() != numel:
-        raise ValueError(f"tensor {i} has {out.numel()} elements, the frame has {numel}")
+def _check_outs(outs: Iterable[tuple[int, Tensor]], numels: Mapping[int, int] | None = None) -> None:
+    """Raise ValueError unless the kernels can add to these tensors, which have `numels` elements if those are given."""
+    for i, out in outs:
+        if out.dtype != torch.float32 or not out.is_contiguous() or out.device.type != "cpu":
+            raise ValueError(f"tensor {i} must be contiguous float32 on the CPU to add frames to it")
+        if numels is not None and out.numel() != numels[i]:
+            raise ValueError(f"tensor {i} has {out.numel()} elements, the frame has {numels[i]}")
 
 
 class ShardReader:
@@ -162,8 +161,9 @@ class ShardReader:
 
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
         """Add weight * values to the tensors of the whole batch; exact values overwrite what is there."""
-        for i, (out, n) in enumerate(zip(outs, self._numels, strict=True)):
-            _check_out(i, out, n)
+        if len(outs) != len(self._numels):
+            raise ValueError(f"the shards are of {len(self._numels)} tensors, not of {len(outs)}")
+        _check_outs(enumerate(outs), dict(enumerate(self._numels)))
         self._reader.add([out.data_ptr() for out in outs], weight)
 
     def entries(self) -> list[tuple[int, Tensor, Tensor]]:
