@@ -36,7 +36,7 @@ class Noting(Codec):
         super().__init__(TopK(0.3), Float32(), min_numel=10)
         self.given: dict[str, int] = {}
 
-    def fresh(self) -> "Noting":
+    def copy(self, **changes: Any) -> "Noting":
         return self
 
     def encode(self, tensors: Any, **options: Any) -> Frame:
