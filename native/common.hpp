@@ -1,4 +1,4 @@
-// What all kernels share: element types, value formats, the counter-based random numbers, half precision.
+// Definitions that all kernels share: element types, value formats, counter-based random numbers, half precision.
 #pragma once
 #include <bit>
 #include <cstddef>
@@ -12,23 +12,23 @@ using std::uint32_t;
 using std::uint64_t;
 using std::uint8_t;
 
-// Codes that Python passes in; they never travel.
+// Codes that Python passes; they are not part of frames.
 enum class Dtype : uint8_t { float32 = 0, float16 = 1, bfloat16 = 2 };
 
-// Codes that travel in a section's header (docs/wire-format.md).
+// Codes in a section's header (docs/wire-format.md).
 enum class Format : uint8_t { float32 = 0, float16 = 1, bfloat16 = 2, bits8 = 3, bits4 = 4, bits2 = 5, sign = 6 };
 constexpr uint8_t kFormats = 7;
 
-// Kept entries per block: one index coding and one pair of scales for each.
+// Entries per block. Each block has its own index coding and its own pair of scales.
 constexpr size_t kBlock = 512;
 
 inline float magnitude(float x) { return std::bit_cast<float>(std::bit_cast<uint32_t>(x) & 0x7fffffffu); }
-// Sums of finite values stay finite: a memory must never hold an infinity.
+// Sums are clamped to finite values: a residual must never hold an infinity.
 constexpr float kMost = 0x1.fffffep127f;
 inline float saturate(float x) { return x > kMost ? kMost : x < -kMost ? -kMost : x; }
 inline uint32_t magnitude_bits(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffffu; }
 
-// splitmix64: a counter in, 64 well-mixed bits out; the twin in torch computes the same.
+// splitmix64: turns a counter into 64 random bits.
 inline uint64_t mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15ull;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -42,12 +42,12 @@ inline float from_float16(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16;
   const uint32_t rest = h & 0x7fffu;
   if (rest >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | ((rest & 0x3ffu) << 13));
-  // A subnormal half is a whole number of 2^-24: no float32 subnormal occurs, which a thread may be set to flush.
+  // A subnormal half is a multiple of 2^-24. No float32 subnormal occurs here, which a thread may be set to flush.
   const uint32_t small = std::bit_cast<uint32_t>(float(int(rest)) * 0x1p-24f);
   return std::bit_cast<float>(sign | (rest < 0x400u ? small : (rest << 13) + 0x38000000u));
 }
 
-// To nearest, ties to even; what is beyond the largest finite value becomes that value.
+// Rounds to nearest, ties to even; beyond the largest finite value the result is that value.
 inline uint16_t to_bfloat16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -61,7 +61,7 @@ inline uint16_t to_float16(float x) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t rest = bits & 0x7fffffffu;
   if (rest >= 0x477fe000u) return uint16_t(sign | 0x7bffu);
-  if (rest < 0x38800000u) {  // below 2^-14: a subnormal, in steps of 2^-24
+  if (rest < 0x38800000u) {                                   // below 2^-14: a subnormal, in steps of 2^-24
     const float shifted = std::bit_cast<float>(rest) + 0.5f;  // the addition rounds at 2^-24
     return uint16_t(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u));
   }
@@ -87,7 +87,7 @@ struct Load<Dtype::bfloat16> {
   static float at(const uint16_t* p, size_t i) { return from_bfloat16(p[i]); }
 };
 
-// Calls f.operator()<D>() for the runtime type: one switch for all kernels.
+// Calls f.operator()<D>() with the runtime type as a template argument.
 template <class F>
 auto with_dtype(Dtype d, F&& f) {
   switch (d) {

@@ -1,4 +1,4 @@
-// CRC-32C by the processor's instruction where there is one, else by tables, eight bytes a turn.
+// CRC-32C with the processor's instruction where it exists, otherwise with tables, eight bytes at a time.
 #include "crc32c.hpp"
 
 #include "frame.hpp"

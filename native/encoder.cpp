@@ -1,33 +1,29 @@
-// The way out in one call: interpreting it tensor by tensor takes longer than the kernels where caches are cold.
+// The encoder of a bucket. With cold caches, interpreting these steps tensor by tensor takes longer than the kernels.
 #include "encoder.hpp"
 
 namespace thinwire {
 
-Encoded Encoder::encode(double density, uint64_t step, uint8_t* room, size_t capacity) const {
+Encoded Encoder::encode(double density, uint64_t step, uint8_t* buffer, size_t capacity) const {
   Encoded found;
-  // 1. Nothing that is not finite may enter a memory: look at all tensors before the first changes.
+  // 1. A value that is not finite must not enter a residual: check all tensors before the first one changes.
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    const Vector& v = tensors_[i].vector;
+    const Vector& v = tensors_[i].section.vector;
     if (!all_finite(v.source.gradient, v.source.dtype, v.n)) {
       found.not_finite = int64_t(i);
       return found;
     }
   }
-  Writer writer(room, capacity);
-  // 2. Choose. Exact cuts of middle-sized tensors add gradient and memory here already.
-  std::vector<Vector> vectors;
-  std::vector<Cut> cuts;
+  Writer writer(buffer, capacity);
+  // 2. Choose the cutoffs. The exact cutoff of a medium-sized tensor accumulates its residual here.
+  std::vector<SectionInput> sections;
+  std::vector<Cutoff> cutoffs;
   for (const Tensor& t : tensors_) {
-    vectors.push_back(t.vector);
-    cuts.push_back(t.whole ? Cut{-1.0f, 0} : top_cut(vectors.back(), density, step));
+    sections.push_back(t.section);
+    cutoffs.push_back(t.whole ? Cutoff{-1.0f, 0} : top_cutoff(sections.back().vector, density, step));
   }
-  // 3. Write, and put back what does not travel.
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const Tensor& t = tensors_[i];
-    const Written w = writer.add_selected(uint32_t(i), vectors[i].source, vectors[i].n, {t.held, nullptr}, cuts[i],
-                                          t.format, {}, t.reserve);
-    found.sent.push_back(w.sent);
-  }
+  // 3. Write the sections. What is not sent stays in the residuals.
+  for (size_t i = 0; i < tensors_.size(); ++i)
+    found.sent.push_back(writer.add_selected(sections[i], cutoffs[i], tensors_[i].reserve).sent);
   found.length = writer.finish(0, true);
   return found;
 }

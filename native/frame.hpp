@@ -1,4 +1,4 @@
-// Layout of a frame, shared by writer and reader (docs/wire-format.md has the words).
+// The layout of a frame, shared by writer and reader (docs/wire-format.md specifies it).
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -17,7 +17,7 @@ constexpr size_t kAtVersion = 4, kAtFlags = 5, kAtReserved = 6, kAtSections = 8,
 
 enum class Indexing : uint8_t { gaps = 0, strata = 1 };
 
-// Bytes that hold every count up to numel: counts are written last, so their width is fixed beforehand.
+// The bytes of a count up to numel. A count is written after its entries, so its width must not depend on its value.
 inline unsigned count_width(uint64_t numel) {
   unsigned width = 1;
   while (width < 8 && numel >> (8 * width)) ++width;
@@ -26,7 +26,7 @@ inline unsigned count_width(uint64_t numel) {
 
 inline size_t varint_bytes(uint64_t x) { return x < 128 ? 1 : (size_t(std::bit_width(x)) + 6) / 7; }
 
-// id, kind, numel and count, and the seed of strata.
+// The size of id, kind, numel, count and the seed of strata.
 inline size_t section_header_bytes(uint64_t id, uint64_t numel, Indexing indexing) {
   return varint_bytes(id) + 1 + varint_bytes(numel) + count_width(numel) + (indexing == Indexing::strata ? 8 : 0);
 }
@@ -35,9 +35,10 @@ struct FrameFault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Over everything but the field itself.
+// The checksum of all bytes of a frame but the field itself.
 uint32_t frame_crc(const uint8_t* frame, size_t length);
 
-static_assert(std::endian::native == std::endian::little, "frames are little-endian and so must the machine be");
+static_assert(std::endian::native == std::endian::little,
+              "frames are little-endian: this code needs a little-endian machine");
 
 }  // namespace thinwire

@@ -1,5 +1,5 @@
-// Reads gaps. A gap's bits tell where the next one's begin, so that a core waits for itself from gap to gap: two blocks
-// of different frames are read in turns, and the one's waiting is the other's work.
+// Reads gaps. Every gap must be decoded before it is known where the next one begins. Decoding two blocks of different
+// frames in turns hides the latency of this dependency.
 #include <algorithm>
 
 #include "golomb.hpp"
@@ -15,56 +15,56 @@ class BitReader {
   void refill_far_from_end() {
     uint64_t word;
     std::memcpy(&word, at_, 8);
-    word_ |= word << held_;
-    at_ += (63 - held_) >> 3;
-    held_ |= 56;
+    word_ |= word << count_;
+    at_ += (63 - count_) >> 3;
+    count_ |= 56;
   }
   void refill() {
     if (far_from_end()) {
       refill_far_from_end();
     } else {
-      while (held_ < 56 && at_ < end_) {
-        word_ |= uint64_t(*at_++) << held_;
-        held_ += 8;
+      while (count_ < 56 && at_ < end_) {
+        word_ |= uint64_t(*at_++) << count_;
+        count_ += 8;
       }
     }
   }
-  unsigned held() const { return held_; }
+  unsigned count() const { return count_; }
   uint64_t peek() const { return word_; }
   void drop(unsigned n) {
     word_ >>= n;
-    held_ -= n;
+    count_ -= n;
   }
-  // n bits were taken, and these are left.
+  // Replaces the bits by those that are left after n were taken.
   void keep(uint64_t word, unsigned n) {
     word_ = word;
-    held_ -= n;
+    count_ -= n;
   }
-  // The first byte that no bit has been taken from.
-  const uint8_t* finish() const { return at_ - held_ / 8; }
-  bool padding_is_zero() const { return (word_ & ((uint64_t(1) << (held_ % 8)) - 1)) == 0; }
+  // The first byte that no bit was taken from.
+  const uint8_t* finish() const { return at_ - count_ / 8; }
+  bool padding_is_zero() const { return (word_ & ((uint64_t(1) << (count_ % 8)) - 1)) == 0; }
 
  private:
   const uint8_t* at_;
   const uint8_t* end_;
   uint64_t word_ = 0;
-  unsigned held_ = 0;
+  unsigned count_ = 0;
 };
 
 constexpr const char* kTruncatedGaps = "the frame ends within the positions of a block";
 constexpr const char* kOutside = "a position lies outside of its tensor";
 
-// One gap the careful way: any quotient, any shift, any distance to the end.
+// Reads one gap with all checks: any quotient, any shift, any distance to the end.
 bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const char** error) {
   uint64_t quotient = 0;
   unsigned zeros;
   for (;;) {
     bits.refill();
-    if (bits.held() == 0) return *error = kTruncatedGaps, false;
+    if (bits.count() == 0) return *error = kTruncatedGaps, false;
     zeros = bits.peek() ? unsigned(std::countr_zero(bits.peek())) : 64;
-    if (zeros < bits.held()) break;
-    quotient += bits.held();
-    bits.drop(bits.held());
+    if (zeros < bits.count()) break;
+    quotient += bits.count();
+    bits.drop(bits.count());
     if (quotient > most) return *error = kOutside, false;
   }
   quotient += zeros;
@@ -72,7 +72,7 @@ bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const ch
   bits.drop(1);
   bits.refill();
   const Code code = truncated.decode[d.factor][bits.peek() & 7];
-  if (code.length > bits.held()) return *error = kTruncatedGaps, false;
+  if (code.length > bits.count()) return *error = kTruncatedGaps, false;
   bits.drop(code.length);
   if (quotient > most) return *error = kOutside, false;
   const uint64_t high = quotient * d.factor + code.bits;
@@ -81,7 +81,7 @@ bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const ch
   for (unsigned done = 0; done < d.shift;) {
     bits.refill();
     const unsigned take = d.shift - done < 32 ? d.shift - done : 32;
-    if (bits.held() < take) return *error = kTruncatedGaps, false;
+    if (bits.count() < take) return *error = kTruncatedGaps, false;
     low |= (bits.peek() & ((uint64_t(1) << take) - 1)) << done;
     bits.drop(take);
     done += take;
@@ -90,8 +90,8 @@ bool read_gap(BitReader& bits, Divisor d, uint64_t most, uint64_t& gap, const ch
   return true;
 }
 
-// What the next bits of the stream tell by themselves: quotient * factor + remainder in the high byte, and in the low
-// byte how many bits that took, or kLong if it takes more than these.
+// Lookup table by the next bits of the stream: quotient * factor + remainder in the high byte, and in the low byte the
+// number of bits that these take, or kLong if they do not fit the table.
 constexpr unsigned kPeek = 11, kLong = 64;
 struct Prefixes {
   uint16_t of[8][1u << kPeek];
@@ -107,14 +107,14 @@ struct Prefixes {
 };
 const Prefixes prefixes;
 
-// One block on its way from bits to positions.
+// The decoder of one block.
 template <class Position>
 class Lane {
  public:
-  // Apart from the lane, and by value where it leaves the loop: so it stays in registers.
+  // A struct of its own, passed by value out of the loop, so that it stays in registers.
   struct State {
     BitReader bits;
-    uint64_t next;  // the lowest place that the next entry can take
+    uint64_t next;  // the lowest position that the next entry can have
     Position* out;
   };
 
@@ -129,28 +129,31 @@ class Lane {
   State begin() const { return {BitReader(gaps_.in, gaps_.end), gaps_.previous + 1, gaps_.out}; }
 
   bool ready(const State& s) const { return s.out < last_ && s.bits.far_from_end(); }
-  // As many gaps as one refill serves, or the first of them if a code among them is long, which is rare.
+  // Reads as many gaps as one refill holds, or only the first if one of the codes is long, which is rare.
   [[gnu::always_inline]] void batch(State& s) {
     s.bits.refill_far_from_end();
     uint64_t word = s.bits.peek(), next = s.next;
-    unsigned told = 0;
+    unsigned lengths = 0;
     const auto one = [&](size_t i) {
       const unsigned prefix = prefixes_[word & ((1u << kPeek) - 1)];
       const uint64_t rest = word >> (prefix & 63);
-      told += prefix;
+      lengths += prefix;
       word = rest >> divisor_.shift;
       next += uint64_t(prefix >> 8) << divisor_.shift | (rest & low_);
       s.out[i] = Position(next++);
     };
     one(0);
-    if (batch_ > 1) [[likely]] one(1);
-    if (batch_ > 2) [[likely]] one(2);
-    if (told & (kLong | 2 * kLong)) [[unlikely]] return single(s);  // one of them is, or two or three
-    s.bits.keep(word, (told & 63) + unsigned(batch_) * divisor_.shift);
+    if (batch_ > 1) [[likely]]
+      one(1);
+    if (batch_ > 2) [[likely]]
+      one(2);
+    if (lengths & (kLong | 2 * kLong)) [[unlikely]]
+      return single(s);  // one, two or three codes are long
+    s.bits.keep(word, (lengths & 63) + unsigned(batch_) * divisor_.shift);
     s.next = next;
     s.out += batch_;
   }
-  // The rest, and what must hold in the end.
+  // Reads the remaining gaps and makes the final checks.
   void finish(State s) {
     while (ready(s)) batch(s);
     while (s.out < stop_) {
@@ -171,8 +174,8 @@ class Lane {
   }
 
  private:
-  // A gap whose bits are all among the 56 that are held; another one goes the careful way. Batches and this are for
-  // gaps below 2^51: the sum of a block's cannot wrap, so that one check after the last is enough.
+  // Reads a gap whose bits are all among the 56 available; others go to `careful`. Batches and this function read gaps
+  // below 2^51 only: their sum over a block cannot overflow, so one check after the last gap is enough.
   [[gnu::always_inline]] void single(State& s) {
     const uint64_t word = s.bits.peek();
     const unsigned zeros = unsigned(std::countr_zero(word | uint64_t(1) << 63));
@@ -187,11 +190,11 @@ class Lane {
     *s.out++ = Position(s.next++);
   }
 
-  // Any gap at any distance to the end. After an error the lane is at its end.
+  // Reads any gap at any distance to the end. After an error the lane is at its end.
   [[gnu::noinline]] State careful(State s) {
     const uint64_t room = s.next < gaps_.numel ? gaps_.numel - s.next : 0;
     uint64_t gap = 0;
-    // If a position was outside, that is the error, whatever follows: which gaps came in batches must not matter.
+    // A position outside of the tensor is the error to report, whatever follows: batches must not change the message.
     if (s.next > gaps_.numel || (read_gap(s.bits, divisor_, room, gap, &gaps_.error) && gap >= room))
       gaps_.error = kOutside;
     if (gaps_.error) {
@@ -207,9 +210,9 @@ class Lane {
   const Divisor divisor_;
   const uint16_t* const prefixes_;
   const uint64_t low_;
-  const size_t batch_;  // gaps that one refill serves if no code is long; 0 if there are too many low bits
+  const size_t batch_;  // gaps that one refill holds if no code is long; 0 if there are too many low bits
   Position* const stop_;
-  Position* const last_;  // a batch begins before it
+  Position* const last_;  // a batch must begin before it
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the writer and the reader of gaps share: codes of remainders.
+// The codes of remainders, which the writer and the reader of gaps share.
 #pragma once
 #include "common.hpp"
 
@@ -9,10 +9,10 @@ struct Code {
   uint8_t length;
 };
 
-// Truncated binary codes for remainders below 1 to 7, so written that the first bits tell the length.
+// Truncated binary codes for remainders below 1 to 7. The first bits of a code determine its length.
 struct Truncated {
   Code encode[8][8];
-  Code decode[8][8];  // by the next three bits of the stream: the remainder and its length
+  Code decode[8][8];  // the remainder and its length, by the next three bits of the stream
   constexpr Truncated() : encode{}, decode{} {
     for (unsigned m = 1; m < 8; ++m) {
       unsigned width = 0;

@@ -1,4 +1,4 @@
-// One pass over a sample, no sort: a bin is chosen by the upper bits of the magnitude.
+// Histograms in one pass over a sample: the upper bits of a magnitude are its bin.
 #include "histogram.hpp"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ std::vector<Bin> histogram(const std::vector<Vector>& vectors, uint64_t wanted, 
   *taken = sample.size();
   uint32_t largest = 0;
   for (const uint32_t bits : sample) largest = std::max(largest, bits);
-  // Everything so small that it adds nothing shares the first bin, which is left out.
+  // Magnitudes too small to contribute share the first bin, which is left out.
   const uint32_t top = largest >> kBinShift, bottom = top > kBins ? top - uint32_t(kBins) : 0;
   std::vector<Open> open(kBins + 1);
   for (const uint32_t bits : sample) {

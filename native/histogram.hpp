@@ -1,10 +1,11 @@
-// Magnitudes of a sample by bins of equal ratio: what a selection needs to weigh every threshold at once.
+// Histograms of sampled magnitudes with bins of equal ratio: a selection compares all thresholds with them at once.
 #pragma once
 #include "statistics.hpp"
 
 namespace thinwire {
 
-// Each bin is about 1 % wide; 24 octaves of them, below which nothing adds to a sum of squares.
+// Bins are about 1 % wide and cover 24 octaves. Smaller magnitudes contribute nothing to a sum of squares. A bin is the
+// exponent and six bits of the fraction.
 constexpr size_t kBins = 24 << 6;
 constexpr unsigned kBinShift = 17;
 
@@ -13,8 +14,8 @@ struct Bin {
   float low, high;  // the smallest and the largest magnitude in it
 };
 
-// The bins that hold something, from the largest magnitude down, of about `wanted` elements; zeros have none.
-// *taken receives the size of the sample, zeros included.
+// Returns the bins that are not empty, largest magnitudes first, of about `wanted` elements. Zeros are left out; *taken
+// receives the size of the sample with them.
 std::vector<Bin> histogram(const std::vector<Vector>&, uint64_t wanted, uint64_t seed, uint64_t* taken);
 
 }  // namespace thinwire

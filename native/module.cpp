@@ -1,4 +1,5 @@
-// The Python module: addresses of contiguous CPU memory in, plain numbers out; the GIL is released in every kernel.
+// The Python module `thinwire._native`. Functions take addresses of contiguous CPU memory and return numbers; all
+// kernels release the GIL.
 #include <algorithm>
 
 #include "bindings.hpp"
@@ -12,19 +13,25 @@
 namespace {
 
 void bind_statistics(nb::module_& m) {
-  m.def("sampled_thresholds", [](const std::vector<Described>& described, const std::vector<double>& densities,
-                                 uint64_t wanted, uint64_t seed) {
-    nb::gil_scoped_release release;
-    std::vector<std::tuple<float, double>> found;
-    for (const auto& t : sampled_thresholds(vectors_of(described), densities, wanted, seed))
-      found.emplace_back(t.value, t.above);
-    return found;
-  });
-  m.def("histogram", [](const std::vector<Described>& described, uint64_t wanted, uint64_t seed, Address out) {
+  m.attr("BINS") = kBins;
+  m.attr("BIN_SHIFT") = kBinShift;
+  m.attr("SAMPLED_ABOVE") = kSampledAbove;
+  m.def("entry_count", &entry_count);
+  m.def("sample_size", &sample_size);
+  m.def("allowed_ties", &allowed_ties);
+  m.def("sampled_thresholds",
+        [](const std::vector<VectorArgs>& args, const std::vector<double>& densities, uint64_t wanted, uint64_t seed) {
+          nb::gil_scoped_release release;
+          std::vector<std::tuple<float, double>> found;
+          for (const auto& t : sampled_thresholds(vectors_of(args), densities, wanted, seed))
+            found.emplace_back(t.value, t.above);
+          return found;
+        });
+  m.def("histogram", [](const std::vector<VectorArgs>& args, uint64_t wanted, uint64_t seed, Address out) {
     nb::gil_scoped_release release;
     uint64_t taken = 0;
     double* row = at<double>(out);
-    const std::vector<Bin> found = histogram(vectors_of(described), wanted, seed, &taken);
+    const std::vector<Bin> found = histogram(vectors_of(args), wanted, seed, &taken);
     for (const Bin& bin : found) {
       *row++ = bin.count;
       *row++ = bin.low;
@@ -32,27 +39,29 @@ void bind_statistics(nb::module_& m) {
     }
     return std::tuple(taken, found.size());
   });
-  m.def("moments", [](const Described& d, uint64_t wanted, uint64_t seed) {
+  m.def("moments", [](const VectorArgs& args, uint64_t wanted, uint64_t seed) {
     nb::gil_scoped_release release;
-    const Moments s = moments(vector_of(d), wanted, seed);
+    const Moments s = moments(vector_of(args), wanted, seed);
     return std::tuple(s.count, s.sum, s.squares, s.magnitudes);
   });
-  m.def("select", [](const std::vector<Described>& described, uint64_t rank) {
+  m.def("select", [](const std::vector<VectorArgs>& args, uint64_t rank) {
     nb::gil_scoped_release release;
-    const OrderStatistic s = select(vectors_of(described), rank);
+    const OrderStatistic s = select(vectors_of(args), rank);
     return std::tuple(s.value, s.greater, s.equal);
   });
-  // The same with the search narrowed first; the last of the answer: whether the memories hold the sums now.
-  m.def("order_statistic", [](const std::vector<Described>& described, uint64_t rank) {
+  // As `select`, with a narrowed search. The last element tells whether the residuals were accumulated.
+  m.def("order_statistic", [](const std::vector<VectorArgs>& args, uint64_t rank) {
     nb::gil_scoped_release release;
-    std::vector<Vector> vectors = vectors_of(described);
-    const bool open = std::any_of(vectors.begin(), vectors.end(), [](const Vector& v) { return v.source.memory; });
+    std::vector<Vector> vectors = vectors_of(args);
+    const auto pending = [&] {
+      return std::any_of(vectors.begin(), vectors.end(), [](const Vector& v) { return v.source.residual; });
+    };
+    const bool before = pending();
     const OrderStatistic s = order_statistic(vectors, rank);
-    const bool still = std::any_of(vectors.begin(), vectors.end(), [](const Vector& v) { return v.source.memory; });
-    return std::tuple(s.value, s.greater, s.equal, open && !still);
+    return std::tuple(s.value, s.greater, s.equal, before && !pending());
   });
-  // Of several (address, dtype, n): which hold nothing but zeros, and the first that holds something not finite.
-  m.def("all_zero", [](const std::vector<Plain>& arrays) {
+  // The indices of the arrays that are all zeros, and the first array with a value that is not finite.
+  m.def("all_zero", [](const std::vector<ArrayArgs>& arrays) {
     nb::gil_scoped_release release;
     std::vector<size_t> found;
     for (size_t i = 0; i < arrays.size(); ++i) {
@@ -61,7 +70,7 @@ void bind_statistics(nb::module_& m) {
     }
     return found;
   });
-  m.def("first_not_finite", [](const std::vector<Plain>& arrays) {
+  m.def("first_not_finite", [](const std::vector<ArrayArgs>& arrays) {
     nb::gil_scoped_release release;
     for (size_t i = 0; i < arrays.size(); ++i) {
       const auto& [data, dtype, n] = arrays[i];
@@ -71,15 +80,15 @@ void bind_statistics(nb::module_& m) {
   });
 }
 
-void bind_memory(nb::module_& m) {
-  m.def("accumulate", [](const Described& d) {
+void bind_accumulation(nb::module_& m) {
+  m.def("accumulate", [](const VectorArgs& args) {
     nb::gil_scoped_release release;
-    const Vector v = vector_of(d);
+    const Vector v = vector_of(args);
     accumulate(v.source, v.n);
   });
-  m.def("accumulate_momentum", [](const Described& d, Address u, Address v, float momentum, bool nesterov) {
+  m.def("accumulate_momentum", [](const VectorArgs& args, Address u, Address v, float momentum, bool nesterov) {
     nb::gil_scoped_release release;
-    const Vector x = vector_of(d);
+    const Vector x = vector_of(args);
     accumulate_momentum(x.source.gradient, x.source.dtype, x.n, at<float>(u), at<float>(v), momentum, nesterov);
   });
 }
@@ -90,45 +99,35 @@ void bind_writer(nb::module_& m) {
     return section_header_bytes(id, n, strata ? Indexing::strata : Indexing::gaps);
   });
   m.attr("BLOCK") = kBlock;
-  m.attr("BINS") = kBins;
   m.def("block_bytes", [](int format, size_t n) { return block_bytes(Format(format), n); });
   nb::class_<Writer>(m, "Writer")
       .def("__init__",
            [](Writer* self, Address buffer, size_t capacity) { new (self) Writer(at<uint8_t>(buffer), capacity); })
       .def("add_selected",
-           [](Writer& w, uint32_t id, const Described& d, Address held, Address mask, float threshold, uint64_t ties,
-              int format, bool stochastic, uint64_t seed, size_t reserve) {
+           [](Writer& w, const SectionArgs& section, float threshold, uint64_t ties, size_t reserve) {
              nb::gil_scoped_release release;
-             const Vector v = vector_of(d);
-             return plain(w.add_selected(id, v.source, v.n, {at<float>(held), at<float>(mask)}, {threshold, ties},
-                                         Format(format), {stochastic, seed, 0}, reserve));
+             return as_tuple(w.add_selected(section_of(section), {threshold, ties}, reserve));
            })
       .def("add_strata",
-           [](Writer& w, uint32_t id, const Described& d, Address held, Address mask, uint64_t count, uint64_t strata,
-              int format, bool stochastic, uint64_t seed, size_t reserve) {
+           [](Writer& w, const SectionArgs& section, uint64_t count, uint64_t seed, size_t reserve) {
              nb::gil_scoped_release release;
-             const Vector v = vector_of(d);
-             return plain(w.add_strata(id, v.source, v.n, {at<float>(held), at<float>(mask)}, count, strata,
-                                       Format(format), {stochastic, seed, 0}, reserve));
+             return as_tuple(w.add_strata(section_of(section), count, seed, reserve));
            })
-      .def("add_entries",
-           [](Writer& w, uint32_t id, Address positions, Address values, uint64_t count, size_t n, Address sent,
-              bool is_strata, uint64_t strata, int format, bool stochastic, uint64_t seed, size_t reserve) {
-             nb::gil_scoped_release release;
-             return plain(w.add_entries(id, at<const uint64_t>(positions), at<const float>(values), count, n,
-                                        at<float>(sent), is_strata, strata, Format(format), {stochastic, seed, 0}, reserve));
-           })
-      .def_static("add_dealt",
+      .def(
+          "add_entries",
+          [](Writer& w, const EntriesArgs& entries, std::optional<uint64_t> seed, size_t reserve) {
+            nb::gil_scoped_release release;
+            return w.add_entries(entries_of(entries), seed, reserve);
+          },
+          nb::arg("entries"), nb::arg("seed").none(), nb::arg("reserve"))
+      .def_static("add_parts",
                   [](const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, uint64_t first,
-                     uint32_t id, const Described& d, Address held, Address mask, float threshold, uint64_t ties,
-                     int format, bool stochastic, uint64_t seed) {
+                     const SectionArgs& section, float threshold, uint64_t ties) {
                     if (owners.empty() || owners.size() != reserves.size())
-                      throw std::invalid_argument("every owner has a writer and a reserve");
+                      throw std::invalid_argument("every owner needs a writer and a reserve");
                     nb::gil_scoped_release release;
-                    const Vector v = vector_of(d);
-                    return plain(Writer::add_dealt(owners, reserves, {owners.size(), first}, id, v.source, v.n,
-                                                   {at<float>(held), at<float>(mask)}, {threshold, ties},
-                                                   Format(format), {stochastic, seed, 0}));
+                    return as_tuple(Writer::add_parts(owners, reserves, {owners.size(), first}, section_of(section),
+                                                      {threshold, ties}));
                   })
       .def("finish", [](Writer& w, int flags, bool pad) {
         nb::gil_scoped_release release;
@@ -136,21 +135,20 @@ void bind_writer(nb::module_& m) {
       });
 }
 
-// A vector, where it is held, whether it travels whole, its format and its reserve.
-using Encodable = std::tuple<Described, Address, bool, int, size_t>;
+// (section, whether it is sent whole, bytes to keep free after it)
+using TensorArgs = std::tuple<SectionArgs, bool, size_t>;
 
 void bind_encoder(nb::module_& m) {
   nb::class_<Encoder>(m, "Encoder")
       .def("__init__",
-           [](Encoder* self, const std::vector<Encodable>& given) {
+           [](Encoder* self, const std::vector<TensorArgs>& all) {
              std::vector<Encoder::Tensor> tensors;
-             for (const auto& [described, held, whole, format, reserve] : given)
-               tensors.push_back({vector_of(described), at<float>(held), whole, Format(format), reserve});
+             for (const auto& [section, whole, reserve] : all) tensors.push_back({section_of(section), whole, reserve});
              new (self) Encoder(std::move(tensors));
            })
-      .def("encode", [](const Encoder& e, double density, uint64_t step, Address room, size_t capacity) {
+      .def("encode", [](const Encoder& e, double density, uint64_t step, Address buffer, size_t capacity) {
         nb::gil_scoped_release release;
-        Encoded found = e.encode(density, step, at<uint8_t>(room), capacity);
+        Encoded found = e.encode(density, step, at<uint8_t>(buffer), capacity);
         return std::tuple(found.not_finite, found.length, std::move(found.sent));
       });
 }
@@ -158,7 +156,7 @@ void bind_encoder(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  nb::set_leak_warnings(false);  // a link that lives until the end of the process is no leak
+  nb::set_leak_warnings(false);  // a link may live until the end of the process
   m.doc() = "thinwire's kernels: selection, quantisation, frames";
   m.def("avx2", [](bool on) { use_avx2(on); });
   m.def("avx2_in_use", &avx2_in_use);
@@ -173,7 +171,7 @@ NB_MODULE(_native, m) {
     for (uint64_t j = 0; j < count; ++j) at<uint64_t>(out)[j] = stratum_position(seed, j, count, n);
   });
   bind_statistics(m);
-  bind_memory(m);
+  bind_accumulation(m);
   bind_writer(m);
   bind_encoder(m);
   bind_datagrams(m);

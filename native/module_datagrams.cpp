@@ -1,6 +1,7 @@
-// The part of the Python module that reads datagrams from a socket, many by one call. Nothing in them is believed here.
+// The part of the Python module that receives many datagrams from a socket in one call. Their contents are not
+// authenticated yet.
 //
-// In Python a datagram's buffers, headers and time of arrival take longer than its contents.
+// In Python the handling of buffers, headers and times of arrival would take longer than that of the contents.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -29,18 +30,18 @@ bool ours(std::string_view datagram, std::string_view prefix, size_t least) {
   return datagram.size() >= std::max(least, clear) && datagram.substr(0, prefix.size()) == prefix;
 }
 
-// (session, counter, nonce, what is in the clear, what is sealed); the nonce is the counter, filled up with zeros.
+// Returns (session, counter, nonce, header in clear text, encrypted contents). The nonce is the counter, padded with
+// zeros.
 nb::tuple split(std::string_view datagram, std::string_view prefix) {
   const char* session = datagram.data() + prefix.size();
   const size_t clear = prefix.size() + kSession + kCounter;
   char nonce[kNonce] = {};
   std::memcpy(nonce, session + kSession, kCounter);
   return nb::make_tuple(little(session, kSession), little(session + kSession, kCounter), nb::bytes(nonce, kNonce),
-                        nb::bytes(datagram.data(), clear),
-                        nb::bytes(datagram.data() + clear, datagram.size() - clear));
+                        nb::bytes(datagram.data(), clear), nb::bytes(datagram.data() + clear, datagram.size() - clear));
 }
 
-// The kernel's own time of arrival, where the socket was asked for it, or the present.
+// Returns the operating system's time of arrival if the socket provides it, else the current time.
 double stamp_of([[maybe_unused]] msghdr& message) {
   timespec when;
   clock_gettime(CLOCK_REALTIME, &when);
@@ -64,7 +65,7 @@ struct Row {
   unsigned msg_len;
 };
 
-// The same by as many calls as there are datagrams.
+// Without recvmmsg there is one call per datagram.
 int receive_rows(int socket, Row* rows, unsigned wanted) {
   for (unsigned i = 0; i < wanted; ++i) {
     const ssize_t size = recvmsg(socket, &rows[i].msg_hdr, MSG_DONTWAIT);
@@ -75,7 +76,7 @@ int receive_rows(int socket, Row* rows, unsigned wanted) {
 }
 #endif
 
-// Room for datagrams that are read by one call; each thread keeps its own.
+// Buffers for the datagrams of one call. Each thread has its own.
 struct Rows {
   static constexpr size_t kCount = 32;
   std::vector<char> buffers;
@@ -97,7 +98,8 @@ struct Rows {
   }
 };
 
-// Up to `most` datagrams, as (what `split` makes, who sent it, when it came); and how many were too short, and foreign.
+// Receives up to `most` datagrams. Returns (the result of `split`, the sender's address, the time of arrival) for each,
+// how many datagrams were too short, and how many had another prefix.
 nb::tuple receive(int socket, size_t most, size_t largest, const nb::bytes& prefix, size_t least) {
   const std::string_view begins(prefix.c_str(), prefix.size());
   thread_local Rows rows;
@@ -109,7 +111,7 @@ nb::tuple receive(int socket, size_t most, size_t largest, const nb::bytes& pref
     const int count = receive_rows(socket, rows.messages, unsigned(wanted));
     if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EBADF)) break;
     read += size_t(std::max(count, 1));
-    if (count < 0) continue;  // somebody answered that a port is closed
+    if (count < 0) continue;  // an ICMP error: a port that was sent to is closed
     for (size_t i = 0; i < size_t(count); ++i) {
       const std::string_view datagram(static_cast<char*>(rows.into[i].iov_base), rows.messages[i].msg_len);
       if (!ours(datagram, begins, least)) {
@@ -125,7 +127,7 @@ nb::tuple receive(int socket, size_t most, size_t largest, const nb::bytes& pref
   return nb::make_tuple(found, truncated, foreign);
 }
 
-// A sender's address as Python's sockets take it; None for a family that is neither.
+// Returns a sender's address as Python's sockets take it; None if it is neither IPv4 nor IPv6.
 nb::object address_of(const nb::bytes& origin) {
   sockaddr_storage from{};
   std::memcpy(&from, origin.c_str(), std::min(origin.size(), sizeof from));

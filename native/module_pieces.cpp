@@ -1,7 +1,7 @@
-// The part of the Python module that writes pieces of messages as datagrams and reads them, many by one call.
+// The part of the Python module that packs many pieces of a message into datagrams, and unpacks them, in one call.
 //
-// A datagram holds one piece: kind, length of the head, length of the piece, index, count, message, time of sending,
-// head, piece; padding may follow. In Python this would take longer than to encrypt it.
+// A datagram has one piece: kind, length of the head, length of the piece, index, count, message, time of sending,
+// head, piece; padding may follow. In Python the packing would take longer than the encryption.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -14,7 +14,8 @@
 
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "datagrams are little-endian, as memory is");
+static_assert(std::endian::native == std::endian::little,
+              "datagrams are little-endian: this code needs a little-endian machine");
 
 constexpr uint8_t kData = 1;
 
@@ -28,12 +29,12 @@ struct Header {
 #pragma pack(pop)
 
 std::string_view view(const nb::handle& bytes) {
-  const nb::bytes held = nb::cast<nb::bytes>(bytes);
-  return {held.c_str(), held.size()};  // whoever calls keeps it
+  const nb::bytes object = nb::cast<nb::bytes>(bytes);
+  return {object.c_str(), object.size()};  // the caller keeps the object alive
 }
 
-// The contents of one datagram for each piece. All but the last, if they lack at most `padding` bytes, become as long
-// as the longest: datagrams of one length leave together.
+// Returns the contents of one datagram for each piece. All but the last are padded to the longest if that takes at most
+// `padding` bytes: datagrams of equal length can be sent in one call.
 nb::list pack_all(uint32_t message, size_t first, size_t count, const nb::bytes& head, const nb::list& pieces,
                   double now, size_t padding) {
   size_t longest = 0;
@@ -45,8 +46,8 @@ nb::list pack_all(uint32_t message, size_t first, size_t count, const nb::bytes&
     const std::string_view piece = view(pieces[i]);
     const bool padded = i + 1 < pieces.size() && piece.size() + padding >= longest;
     const size_t room = padded ? longest : piece.size();
-    const Header header{kData, uint8_t(head.size()), uint16_t(piece.size()), uint16_t(first + i), uint16_t(count),
-                        message, now};
+    const Header header{
+        kData, uint8_t(head.size()), uint16_t(piece.size()), uint16_t(first + i), uint16_t(count), message, now};
     PyObject* made = PyBytes_FromStringAndSize(nullptr, Py_ssize_t(sizeof header + head.size() + room));
     if (made == nullptr) throw nb::python_error();
     char* to = PyBytes_AsString(made);
@@ -59,7 +60,7 @@ nb::list pack_all(uint32_t message, size_t first, size_t count, const nb::bytes&
   return found;
 }
 
-// Pieces of one message that came one after the other, within one span of time.
+// Consecutive pieces of one message that arrived within one interval of time.
 struct Group {
   uint32_t message;
   uint16_t count;
@@ -68,14 +69,15 @@ struct Group {
   size_t repeated = 0;
   double flight, first, last;
 
-  nb::tuple told() const {
+  nb::tuple as_tuple() const {
     return nb::make_tuple(message, count, nb::bytes(head.data(), head.size()), pieces, repeated, flight, first, last);
   }
 };
 
-// Datagrams' contents with the times of their arrival, as groups; and how many made no sense.
+// Unpacks the contents of datagrams, with their times of arrival, into groups. Returns these and the number of
+// malformed datagrams.
 nb::tuple read_all(const nb::list& plains, const std::vector<double>& stamps, double span) {
-  if (stamps.size() != plains.size()) throw std::invalid_argument("every datagram has a time of arrival");
+  if (stamps.size() != plains.size()) throw std::invalid_argument("every datagram needs a time of arrival");
   nb::list groups;
   std::optional<Group> group;
   size_t broken = 0;
@@ -92,7 +94,7 @@ nb::tuple read_all(const nb::list& plains, const std::vector<double>& stamps, do
     const bool joins = group && group->message == h.message && group->count == h.count && group->head == head &&
                        std::floor(group->last / span) == std::floor(stamp / span);
     if (!joins) {
-      if (group) groups.append(group->told());
+      if (group) groups.append(group->as_tuple());
       group.emplace(Group{h.message, h.count, head, nb::dict(), 0, flight, stamp, stamp});
     }
     const nb::int_ index(h.index);
@@ -104,11 +106,11 @@ nb::tuple read_all(const nb::list& plains, const std::vector<double>& stamps, do
     group->flight = std::min(group->flight, flight);
     group->last = stamp;
   }
-  if (group) groups.append(group->told());
+  if (group) groups.append(group->as_tuple());
   return nb::make_tuple(groups, broken);
 }
 
-// For each datagram, numbered from `counter` on, what a cipher takes: the nonce, the contents, what is in the clear.
+// Returns for each datagram, numbered from `counter` on, what the cipher takes: nonce, contents, header in clear text.
 nb::list label(const nb::list& plains, const nb::bytes& prefix, uint32_t session, uint64_t counter) {
   nb::list found;
   char nonce[12] = {};

@@ -1,4 +1,4 @@
-// The part of the Python module that reads: frames, shards and sums of them.
+// The part of the Python module that reads frames and shards and adds them up, and that writes shards.
 #include "bindings.hpp"
 #include "reading.hpp"
 #include "shards.hpp"
@@ -35,7 +35,7 @@ void bind_reader(nb::module_& m) {
       });
 }
 
-// The bytes of several buffers, one after the other, and the size of each.
+// Returns the bytes of several buffers, one after the other, and the size of each.
 std::pair<std::vector<uint8_t>, std::vector<size_t>> joined(const nb::sequence& buffers) {
   std::pair<std::vector<uint8_t>, std::vector<size_t>> found;
   for (nb::handle each : buffers) {
@@ -53,19 +53,14 @@ void bind_shards(nb::module_& m) {
   nb::class_<ShardWriter>(m, "ShardWriter")
       .def(nb::init<size_t, bool>())
       .def("add_selected",
-           [](ShardWriter& w, uint32_t tensor, const Described& d, Address held, Address mask, float threshold,
-              uint64_t ties, int format, bool stochastic, uint64_t seed) {
+           [](ShardWriter& w, const SectionArgs& section, float threshold, uint64_t ties) {
              nb::gil_scoped_release release;
-             const Vector v = vector_of(d);
-             return plain(w.add_selected(tensor, v.source, v.n, {at<float>(held), at<float>(mask)}, {threshold, ties},
-                                         Format(format), {stochastic, seed, 0}));
+             return as_tuple(w.add_selected(section_of(section), {threshold, ties}));
            })
       .def("add_entries",
-           [](ShardWriter& w, uint32_t tensor, Address positions, Address values, uint64_t count, size_t n,
-              Address sent, int format, bool stochastic, uint64_t seed) {
+           [](ShardWriter& w, const EntriesArgs& entries) {
              nb::gil_scoped_release release;
-             w.add_entries(tensor, at<const uint64_t>(positions), at<const float>(values), count, n, at<float>(sent),
-                           Format(format), {stochastic, seed, 0});
+             w.add_entries(entries_of(entries));
            })
       .def("finish", [](ShardWriter& w) {
         nb::list shards;
@@ -98,19 +93,19 @@ void bind_shards(nb::module_& m) {
       });
 }
 
-// (address, n, world, first) of each result.
-using Results = std::vector<std::tuple<Address, uint64_t, uint64_t, uint64_t>>;
+// (address, number of elements, world, first) of each result
+using SumArgs = std::vector<std::tuple<Address, uint64_t, uint64_t, uint64_t>>;
 
-std::vector<Sum> sums_of(const Results& results) {
+std::vector<Sum> sums_of(const SumArgs& results) {
   std::vector<Sum> sums;
   for (const auto& [out, n, world, first] : results) sums.push_back({at<float>(out), n, {world, first}});
   return sums;
 }
 
-// Frames that were received together, read and added up in one call each; one object serves step after step.
+// Frames that were received together; they are read in one call and added up in another. One object serves all steps.
 struct Frames {
   std::vector<Reader> readers;
-  size_t count = 0;  // of the readers that hold a frame
+  size_t count = 0;  // how many of the readers hold a frame
 };
 
 void bind_frames(nb::module_& m) {
@@ -120,7 +115,7 @@ void bind_frames(nb::module_& m) {
            [](Frames& f, const std::vector<std::tuple<Address, size_t>>& messages,
               const std::vector<std::vector<uint64_t>>& numels, bool trailing) {
              if (numels.size() != 1 && numels.size() != messages.size())
-               throw std::invalid_argument("every frame has its sizes, or all the same");
+               throw std::invalid_argument("give one list of sizes per frame, or one for all frames");
              nb::gil_scoped_release release;
              f.count = 0;
              if (f.readers.size() < messages.size()) f.readers.resize(messages.size());
@@ -143,7 +138,7 @@ void bind_frames(nb::module_& m) {
                        if (f.readers[i].flags() & kNonFinite) found.push_back(i);
                      return found;
                    })
-      .def("sum", [](const Frames& f, const Results& results, float weight) {
+      .def("sum", [](const Frames& f, const SumArgs& results, float weight) {
         nb::gil_scoped_release release;
         std::vector<const Reader*> frames;
         for (size_t i = 0; i < f.count; ++i) frames.push_back(&f.readers[i]);
@@ -152,11 +147,11 @@ void bind_frames(nb::module_& m) {
 }
 
 void bind_sums(nb::module_& m) {
-  m.attr("DEAL") = kDeal;
+  m.attr("PARTITION_BLOCK") = kPartitionBlock;
   m.def("share_of", [](uint64_t n, uint64_t world, uint64_t first, uint64_t owner) {
-    return Deal{world, first}.share(n, owner);
+    return Partition{world, first}.share(n, owner);
   });
-  m.def("sum_frames", [](const std::vector<const Reader*>& frames, const Results& results, float weight) {
+  m.def("sum_frames", [](const std::vector<const Reader*>& frames, const SumArgs& results, float weight) {
     nb::gil_scoped_release release;
     sum_frames(frames, sums_of(results), weight);
   });

@@ -1,5 +1,5 @@
 // Writes gaps as Golomb codes. Bits fill each byte from the lowest: q zeros and a one (the quotient), the truncated
-// binary code of the remainder's high part, then `shift` low bits as they are.
+// binary code of the high part of the remainder, then the `shift` low bits.
 #include "positions.hpp"
 
 #include "golomb.hpp"
@@ -27,7 +27,7 @@ class BitWriter {
 };
 
 // The parameter whose divisor is the largest up to about ln 2 times the mean gap (Golomb's optimum for a
-// geometric law). The sum of all quotients is then below 2 n, which bounds the block's size.
+// geometric distribution). The sum of all quotients is then below 2 n, which bounds the block's size.
 uint8_t choose_parameter(uint64_t gaps, size_t n) {
   const uint64_t mean = gaps / n, rest = gaps % n;
   uint64_t target = mean / 65536 * 45426 + (mean % 65536 * 45426 + rest * 45426 / n + 57671) / 65536;
@@ -48,7 +48,7 @@ size_t write_positions(const uint64_t* positions, size_t n, uint64_t previous, u
   out[0] = choose_parameter(gaps, n);
   const Divisor d = divisor_of(out[0]);
   const uint64_t low = (uint64_t(1) << d.shift) - 1;
-  const uint64_t reciprocal = (uint64_t(1) << 34) / d.factor + 1;  // exact quotients below 2^29
+  const uint64_t reciprocal = (uint64_t(1) << 34) / d.factor + 1;  // gives exact quotients below 2^29
   BitWriter bits(out + 1);
   for (size_t i = 0; i < n; ++i) {
     const uint64_t gap = positions[i] - previous - 1;
@@ -57,7 +57,7 @@ size_t write_positions(const uint64_t* positions, size_t n, uint64_t previous, u
     uint64_t quotient = high < (uint64_t(1) << 29) ? high * reciprocal >> 34 : high / d.factor;
     const Code code = truncated.encode[d.factor][high - quotient * d.factor];
     for (; quotient >= 32; quotient -= 32) bits.put(0, 32);
-    if (d.shift <= 16) {  // at most 33 + 3 + 16 bits: one call
+    if (d.shift <= 16) {  // at most 33 + 3 + 16 bits fit one call
       const uint64_t tail = uint64_t(1) | uint64_t(code.bits) << 1 | (gap & low) << (1 + code.length);
       bits.put(tail << quotient, unsigned(quotient) + 1 + code.length + d.shift);
     } else {

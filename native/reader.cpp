@@ -1,12 +1,12 @@
-// What a frame holds, once it has been read.
+// Access to the entries of a frame that was read.
 #include "reader.hpp"
 
 #include <algorithm>
 
 namespace thinwire {
 
-// Calls visit(position_of, values, count, ahead) for each block: position_of(i) gives the place of its i-th entry and
-// may be asked for `ahead` entries, those of later blocks included.
+// Calls visit(position_of, values, count, ahead) for each block. position_of(i) is the position of the block's i-th
+// entry; it may be called for i < ahead, which includes entries of later blocks.
 template <class F>
 void Reader::for_blocks(const Section& s, F&& visit) const {
   float values[kBlock];
@@ -26,7 +26,7 @@ void Reader::for_blocks(const Section& s, F&& visit) const {
 }
 
 void Reader::add(const Section& s, float* out, float weight) const {
-  constexpr size_t kAhead = 96;  // lines fetched ahead: the scattered additions wait for memory otherwise
+  constexpr size_t kAhead = 96;  // entries to prefetch, which hides the memory latency of the scattered additions
   for_blocks(s, [&](auto position, const float* values, size_t n, size_t ahead) {
     for (size_t i = 0; i < n; ++i) {
       if (i + kAhead < ahead) __builtin_prefetch(out + position(i + kAhead), 1);

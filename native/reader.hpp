@@ -1,4 +1,4 @@
-// Validates a frame from first to last byte, then reads it; nothing is written before everything is known good.
+// The reader of a frame: validates all bytes before any value is written.
 #pragma once
 #include <memory>
 #include <new>
@@ -10,7 +10,7 @@
 
 namespace thinwire {
 
-// Leaves new elements as they are: every position is written right after its place was made.
+// An allocator that does not initialise new elements: positions are written right after a resize.
 template <class T>
 struct Unfilled : std::allocator<T> {
   template <class U>
@@ -48,7 +48,7 @@ class Reader {
   Reader(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {
     read(frame, size, numels, trailing);
   }
-  // For one that is used again and again, and keeps its memory: empty at first, of no use after a fault.
+  // An empty reader. `read` may be called many times and reuses memory. After a FrameFault the contents are undefined.
   Reader() = default;
   void read(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing);
 
@@ -57,7 +57,7 @@ class Reader {
   size_t length() const { return length_; }
 
   bool owns(const Section& s) const { return &s >= sections_.data() && &s < sections_.data() + sections_.size(); }
-  // out[position] += weight * value for one section.
+  // Adds weight * value to out[position] for one section.
   void add(const Section&, float* out, float weight) const;
   void entries(const Section&, uint64_t* positions, float* values) const;
 
@@ -73,7 +73,7 @@ class Reader {
 
   std::vector<Section> sections_;
   std::vector<Block> blocks_;
-  // Positions take four bytes while they can: half the memory and half the traffic.
+  // Positions take four bytes where that is enough, which halves memory and traffic.
   Positions<uint32_t> positions32_;
   Positions<uint64_t> positions64_;
   uint8_t flags_ = 0;

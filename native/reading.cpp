@@ -1,5 +1,5 @@
-// The frame reader. Every count is checked against what the receiver knows and what the bytes can hold before memory
-// is taken for it.
+// The frame reader. Every count is checked against the receiver's sizes and the number of bytes before memory is
+// allocated for it.
 #include "reading.hpp"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace thinwire {
 namespace {
 
-// Room for all entries of a section at once, or twice what there was: sections are many, copies must be few.
+// Reserves memory for all entries of a section, at least twice the old capacity, so that few copies are made.
 template <class P>
 void make_room(P& positions, uint64_t count) {
   const size_t wanted = positions.size() + size_t(count);
@@ -95,7 +95,7 @@ void Reader::Reading::open_section() {
     throw FrameFault("section " + std::to_string(id) + " claims " + std::to_string(s.count) + " entries of " +
                      std::to_string(s.numel) + " elements");
   const uint64_t seed = s.indexing == Indexing::strata ? cursor_.fixed(8, "a section's seed") : 0;
-  // Each entry takes at least one bit: a larger count is a lie, found before memory is taken.
+  // Each entry takes at least one bit. A larger count is refused before memory is allocated.
   if (s.count / 8 > cursor_.left())
     throw FrameFault("section " + std::to_string(id) + " claims more entries than its bytes can hold");
   s.first_block = reader_.blocks_.size();
@@ -114,7 +114,7 @@ void Reader::Reading::close_section() {
   open_ = false;
 }
 
-// Reads how the next block is coded, and its positions too unless they are for the caller: then it returns true.
+// Reads the coding of the next block. Returns true if the caller is to read the positions, else it has read them.
 bool Reader::Reading::open_block() {
   block_ = {};
   block_.count = uint32_t(std::min<uint64_t>(kBlock, section_.count - done_));
@@ -183,13 +183,13 @@ void Reader::read(const uint8_t* frame, size_t size, const std::vector<uint64_t>
 }
 
 void read_frames(const std::vector<Message>& messages, std::vector<Reader>& readers, bool trailing) {
-  size_t begun = 0, bad = messages.size();  // none is begun from the first bad one on
+  size_t begun = 0, bad = messages.size();  // messages from the first bad one on are not begun
   std::exception_ptr fault;
   struct Turn {
     size_t message = 0;
     std::optional<Reader::Reading> reading = {};
   };
-  // To the next block of coded gaps, of the same frame or of one that nobody has begun.
+  // Advances to the next block of coded gaps, of the same frame or of the next one that was not begun.
   const auto go_on = [&](Turn& turn) {
     for (;; turn.reading.reset()) {
       try {
@@ -199,7 +199,7 @@ void read_frames(const std::vector<Message>& messages, std::vector<Reader>& read
           turn.reading.emplace(readers[turn.message], m.frame, m.size, *m.numels, trailing);
         }
         if (turn.reading->next()) return true;
-      } catch (const std::exception&) {  // kept: the other turn's frame may come before this one and be bad too
+      } catch (const std::exception&) {  // not thrown yet: the other turn's frame may be an earlier one and bad, too
         if (turn.message < bad) fault = std::current_exception(), bad = turn.message;
       }
     }

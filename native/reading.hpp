@@ -1,11 +1,11 @@
-// Frames on their way into readers, block by block, so that two can be read in turns.
+// Reads frames block by block, so that two frames can be read in turns.
 #pragma once
 #include "positions.hpp"
 #include "reader.hpp"
 
 namespace thinwire {
 
-// The bytes between a place and the frame's end.
+// The bytes from a position to the frame's end.
 class Cursor {
  public:
   Cursor(const uint8_t* at, const uint8_t* end) : at_(at), end_(end) {}
@@ -46,9 +46,9 @@ class Cursor {
 
 class Reader::Reading {
  public:
-  // Reads the header. All of this throws FrameFault.
+  // Reads the header. All functions throw FrameFault.
   Reading(Reader&, const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing);
-  // Goes on to the next block of coded gaps, which the caller reads before it asks again; false after the last block.
+  // Advances to the next block of coded gaps, which the caller must read before the next call. False after the last.
   bool next();
   Gaps<uint32_t>& gaps() { return gaps_; }
 
@@ -67,13 +67,13 @@ class Reader::Reading {
   Reader& reader_;
   const std::vector<uint64_t>& numels_;
   Cursor cursor_{nullptr, nullptr};
-  uint32_t left_ = 0;  // sections that were not begun
+  uint32_t left_ = 0;  // sections that are still to be read
   int64_t last_id_ = -1;
-  // The section being read, how many of its entries were, and the position of the last of them.
+  // The current section, how many of its entries were read, and the position of the last one.
   bool open_ = false;
   Section section_{};
   uint64_t done_ = 0, previous_ = 0;
-  // Its block being read, and whether its gaps are the caller's to read.
+  // The current block, and whether the caller is to read its gaps.
   Block block_{};
   bool coded_ = false;
   Gaps<uint32_t> gaps_{};
@@ -85,7 +85,7 @@ struct Message {
   const std::vector<uint64_t>* numels;
 };
 
-// Reads each message into the reader of its place. Throws the fault of the first message that has one.
+// Reads messages[i] into readers[i]. Throws the fault of the first message that has one.
 void read_frames(const std::vector<Message>&, std::vector<Reader>&, bool trailing);
 
 }  // namespace thinwire

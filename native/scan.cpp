@@ -1,4 +1,4 @@
-// The portable pass, the choice between passes, and accumulation without selection.
+// The portable pass, the choice between the passes, and accumulation without a selection.
 #include "scan.hpp"
 
 #include <atomic>
@@ -7,14 +7,14 @@
 namespace thinwire {
 namespace {
 
-template <Dtype D, bool Memory, bool Ties>
+template <Dtype D, bool Residual, bool Ties>
 size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, uint32_t* offsets, float* values) {
   const auto* g = static_cast<const typename Load<D>::type*>(s.gradient) + begin;
-  float* r = Memory ? s.memory + begin : nullptr;
+  float* r = Residual ? s.residual + begin : nullptr;
   size_t kept = 0;
   for (size_t i = 0; i < length; ++i) {
     float x = Load<D>::at(g, i);
-    if constexpr (Memory) {
+    if constexpr (Residual) {
       x = saturate(s.decay == 1.0f ? r[i] + x : r[i] * s.decay + x);
       r[i] = x;
     }
@@ -41,7 +41,7 @@ std::atomic<bool> avx2_on{cpu_has_avx2()};
 size_t scan_portable(const Source& s, size_t begin, size_t length, float threshold, bool ties, uint32_t* offsets,
                      float* values) {
   return with_dtype(s.dtype, [&]<Dtype D>() {
-    if (s.memory)
+    if (s.residual)
       return ties ? scan_as<D, true, true>(s, begin, length, threshold, offsets, values)
                   : scan_as<D, true, false>(s, begin, length, threshold, offsets, values);
     return ties ? scan_as<D, false, true>(s, begin, length, threshold, offsets, values)
@@ -63,7 +63,7 @@ Scan scan_in_use() {
 void accumulate(const Source& s, size_t n) {
   with_dtype(s.dtype, [&]<Dtype D>() {
     const auto* g = static_cast<const typename Load<D>::type*>(s.gradient);
-    float* r = s.memory;
+    float* r = s.residual;
     if (s.decay == 1.0f)
       for (size_t i = 0; i < n; ++i) r[i] = saturate(r[i] + Load<D>::at(g, i));
     else

@@ -1,24 +1,30 @@
-// The hot pass: accumulate into the memory, compare, compact the survivors; one read and one write of each element.
+// The main pass: accumulates into the residual, compares, and compacts the selected entries. It reads and writes each
+// element once.
 #pragma once
 #include "common.hpp"
 
 namespace thinwire {
 
-// Where the accumulated vector comes from: memory = decay * memory + gradient, or the gradient alone.
+// Where the accumulated vector comes from: residual = decay * residual + gradient, or the gradient alone.
 struct Source {
   const void* gradient;
   Dtype dtype;
-  float* memory;  // null: nothing is accumulated, the gradient itself is scanned
+  float* residual;  // null: nothing is accumulated, the gradient itself is scanned
   float decay;
+};
+
+struct Vector {
+  Source source;
+  size_t n;
 };
 
 constexpr size_t kChunk = 4096;
 
-// Elements that a scan may write beyond the survivors that it reports: whole vectors are stored.
+// Elements that a scan may write beyond the entries that it returns, because it stores whole SIMD vectors.
 constexpr size_t kSlack = 8;
 
-// Scans [begin, begin + length), length <= kChunk. Survivors (|x| > threshold, or >= if `ties`) go to
-// offsets (relative to begin) and values, in order; returns how many. Both need kChunk + kSlack places.
+// Scans [begin, begin + length), length <= kChunk. Writes entries with |x| > threshold, or >= with `ties`, to offsets
+// (relative to begin) and values, in order; returns how many. Both need room for kChunk + kSlack elements.
 using Scan = size_t (*)(const Source&, size_t begin, size_t length, float threshold, bool ties, uint32_t* offsets,
                         float* values);
 
@@ -26,11 +32,11 @@ size_t scan_portable(const Source&, size_t, size_t, float, bool, uint32_t*, floa
 size_t scan_avx2(const Source&, size_t, size_t, float, bool, uint32_t*, float*);
 
 bool avx2_available();
-void use_avx2(bool on);  // for tests; on is ignored where the machine has none
+void use_avx2(bool on);  // for tests; without effect where the machine has no AVX2
 bool avx2_in_use();
 Scan scan_in_use();
 
-// memory = decay * memory + gradient over n elements, nothing selected.
+// residual = decay * residual + gradient over n elements, without a selection.
 void accumulate(const Source&, size_t n);
 
 // DGC: u = m u + g, v += u; with nesterov u = m (u + g), v += u + g.

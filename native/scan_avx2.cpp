@@ -1,4 +1,5 @@
-// The pass in AVX2: eight elements a turn, survivors compacted by a permutation looked up from the comparison's mask.
+// The pass in AVX2: eight elements at a time. A permutation, looked up by the mask of the comparison, compacts the
+// selected elements.
 #include "scan.hpp"
 #include "statistics.hpp"
 
@@ -8,7 +9,7 @@
 namespace thinwire {
 namespace {
 
-// permutation[mask] lists the lanes whose bit is set, first to last: the shuffle that compacts them.
+// lane[mask] lists the lanes whose bit is set, in ascending order: the permutation that compacts them.
 struct Permutations {
   alignas(32) uint32_t lane[256][8];
   constexpr Permutations() : lane{} {
@@ -20,10 +21,10 @@ struct Permutations {
   }
 };
 constexpr Permutations permutations;
-constexpr int kFew = 3;  // survivors of 32 elements that are cheaper to take one by one
+constexpr int kFew = 3;  // up to this many selected entries of 32 are cheaper to take one by one
 static_assert(kFew <= kSlack);
 
-// The processor's own prefetching stops at every page; 32 elements are two lines of float32.
+// Hardware prefetching stops at page boundaries. 32 elements of float32 are two cache lines.
 template <class T>
 inline void ahead(const T* p) {
   constexpr size_t kAhead = 512, kLine = 64 / sizeof(T);
@@ -42,20 +43,20 @@ inline __m256 load8(const void* p, size_t i) {
   }
 }
 
-template <Dtype D, bool Memory, bool Decay>
+template <Dtype D, bool Residual, bool Decay>
 inline __m256 accumulated8(const Source& s, size_t i, __m256 decay) {
   const __m256 x = load8<D>(s.gradient, i);
-  if constexpr (!Memory) return x;
-  __m256 r = _mm256_loadu_ps(s.memory + i);
+  if constexpr (!Residual) return x;
+  __m256 r = _mm256_loadu_ps(s.residual + i);
   if constexpr (Decay) r = _mm256_mul_ps(r, decay);
   const __m256 most = _mm256_set1_ps(kMost), least = _mm256_set1_ps(-kMost);
   return _mm256_max_ps(_mm256_min_ps(_mm256_add_ps(r, x), most), least);
 }
 
-template <Dtype D, bool Memory, bool Decay>
+template <Dtype D, bool Residual, bool Decay>
 inline __m256 accumulate8(const Source& s, size_t i, __m256 decay) {
-  const __m256 x = accumulated8<D, Memory, Decay>(s, i, decay);
-  if constexpr (Memory) _mm256_storeu_ps(s.memory + i, x);
+  const __m256 x = accumulated8<D, Residual, Decay>(s, i, decay);
+  if constexpr (Residual) _mm256_storeu_ps(s.residual + i, x);
   return x;
 }
 
@@ -65,7 +66,7 @@ inline uint32_t above(__m256 x, __m256 absolute, __m256 threshold) {
   return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(m, threshold, Ties ? _CMP_GE_OQ : _CMP_GT_OQ)));
 }
 
-template <Dtype D, bool Memory, bool Decay, bool Ties>
+template <Dtype D, bool Residual, bool Decay, bool Ties>
 size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, uint32_t* offsets, float* values) {
   const auto* gradient = static_cast<const typename Load<D>::type*>(s.gradient);
   const __m256 decay = _mm256_set1_ps(s.decay);
@@ -81,26 +82,26 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
   };
   size_t i = 0;
   for (; i + 32 <= length; i += 32) {
-    if constexpr (Memory) {
-      ahead(s.memory + begin + i);
+    if constexpr (Residual) {
+      ahead(s.residual + begin + i);
       ahead(gradient + begin + i);
     }
-    const __m256 a = accumulate8<D, Memory, Decay>(s, begin + i, decay);
-    const __m256 b = accumulate8<D, Memory, Decay>(s, begin + i + 8, decay);
-    const __m256 c = accumulate8<D, Memory, Decay>(s, begin + i + 16, decay);
-    const __m256 d = accumulate8<D, Memory, Decay>(s, begin + i + 24, decay);
+    const __m256 a = accumulate8<D, Residual, Decay>(s, begin + i, decay);
+    const __m256 b = accumulate8<D, Residual, Decay>(s, begin + i + 8, decay);
+    const __m256 c = accumulate8<D, Residual, Decay>(s, begin + i + 16, decay);
+    const __m256 d = accumulate8<D, Residual, Decay>(s, begin + i + 24, decay);
     const uint32_t ma = above<Ties>(a, absolute, limit), mb = above<Ties>(b, absolute, limit);
     const uint32_t mc = above<Ties>(c, absolute, limit), md = above<Ties>(d, absolute, limit);
     const uint32_t mask = ma | mb << 8 | mc << 16 | md << 24;
     const int count = _mm_popcnt_u32(mask);
     if (count <= kFew) {
-      // As many as would still be few are always written, and as many count as there are: a branch that asks whether
-      // there is any would be guessed wrong for most that there are, and costs more than the writing.
+      // Always write kFew entries and count only those that exist. A branch on whether there is any would often be
+      // mispredicted, which costs more than the writes.
       uint32_t rest = mask;
       for (int few = 0; few < kFew; ++few, rest = _blsr_u32(rest)) {
         const size_t j = i + (_tzcnt_u32(rest) & 31);
         offsets[kept + size_t(few)] = uint32_t(j);
-        values[kept + size_t(few)] = Memory ? s.memory[begin + j] : Load<D>::at(gradient, begin + j);
+        values[kept + size_t(few)] = Residual ? s.residual[begin + j] : Load<D>::at(gradient, begin + j);
       }
       kept += size_t(count);
       continue;
@@ -111,7 +112,7 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
     emit(md, d, i + 24);
   }
   if (i < length) {
-    // The tail of fewer than 32 elements takes the portable pass: same arithmetic, same order.
+    // The portable pass takes the last elements, fewer than 32. It has the same arithmetic and order.
     const size_t more = scan_portable(s, begin + i, length - i, threshold, Ties, offsets + kept, values + kept);
     for (size_t j = 0; j < more; ++j) offsets[kept + j] += uint32_t(i);
     kept += more;
@@ -119,11 +120,11 @@ size_t scan_as(const Source& s, size_t begin, size_t length, float threshold, ui
   return kept;
 }
 
-template <Dtype D, bool Memory, bool Decay>
+template <Dtype D, bool Residual, bool Decay>
 size_t with_ties(const Source& s, size_t begin, size_t length, float threshold, bool ties, uint32_t* offsets,
                  float* values) {
-  return ties ? scan_as<D, Memory, Decay, true>(s, begin, length, threshold, offsets, values)
-              : scan_as<D, Memory, Decay, false>(s, begin, length, threshold, offsets, values);
+  return ties ? scan_as<D, Residual, Decay, true>(s, begin, length, threshold, offsets, values)
+              : scan_as<D, Residual, Decay, false>(s, begin, length, threshold, offsets, values);
 }
 
 }  // namespace
@@ -131,7 +132,7 @@ size_t with_ties(const Source& s, size_t begin, size_t length, float threshold, 
 size_t scan_avx2(const Source& s, size_t begin, size_t length, float threshold, bool ties, uint32_t* offsets,
                  float* values) {
   return with_dtype(s.dtype, [&]<Dtype D>() {
-    if (!s.memory) return with_ties<D, false, false>(s, begin, length, threshold, ties, offsets, values);
+    if (!s.residual) return with_ties<D, false, false>(s, begin, length, threshold, ties, offsets, values);
     if (s.decay == 1.0f) return with_ties<D, true, false>(s, begin, length, threshold, ties, offsets, values);
     return with_ties<D, true, true>(s, begin, length, threshold, ties, offsets, values);
   });
@@ -139,14 +140,14 @@ size_t scan_avx2(const Source& s, size_t begin, size_t length, float threshold, 
 
 namespace {
 
-template <Dtype D, bool Memory, bool Decay>
+template <Dtype D, bool Residual, bool Decay>
 size_t line_as(const Source& s, size_t begin, uint32_t floor, uint32_t* out) {
   const __m256 decay = _mm256_set1_ps(s.decay);
-  const __m256i below = _mm256_set1_epi32(int(floor) - 1);  // magnitudes' bits order as signed numbers do
+  const __m256i below = _mm256_set1_epi32(int(floor) - 1);  // the bits of magnitudes order like signed integers
   const __m256i absolute = _mm256_set1_epi32(0x7fffffff);
   size_t kept = 0;
   for (size_t i = begin; i < begin + kLine; i += 8) {
-    const __m256i bits = _mm256_and_si256(_mm256_castps_si256(accumulated8<D, Memory, Decay>(s, i, decay)), absolute);
+    const __m256i bits = _mm256_and_si256(_mm256_castps_si256(accumulated8<D, Residual, Decay>(s, i, decay)), absolute);
     const auto mask = uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bits, below))));
     const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(permutations.lane[mask]));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + kept), _mm256_permutevar8x32_epi32(bits, order));
@@ -159,7 +160,7 @@ size_t line_as(const Source& s, size_t begin, uint32_t floor, uint32_t* out) {
 
 size_t line_above_avx2(const Source& s, size_t begin, uint32_t floor, uint32_t* out) {
   return with_dtype(s.dtype, [&]<Dtype D>() {
-    if (!s.memory) return line_as<D, false, false>(s, begin, floor, out);
+    if (!s.residual) return line_as<D, false, false>(s, begin, floor, out);
     if (s.decay == 1.0f) return line_as<D, true, false>(s, begin, floor, out);
     return line_as<D, true, true>(s, begin, floor, out);
   });
@@ -174,7 +175,7 @@ bool all_finite_avx2(const void* data, Dtype dtype, size_t n) {
     const __m256i x = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)), exponent);
     return width == 4 ? _mm256_cmpeq_epi32(x, exponent) : _mm256_cmpeq_epi16(x, exponent);
   };
-  // Four streams at once: one core reads memory nearly twice as fast that way as from first to last.
+  // With four streams one core reads memory nearly twice as fast as with one.
   constexpr size_t kStreams = 4;
   const size_t stream = bytes / kStreams / 64 * 64;
   __m256i found[kStreams] = {};

@@ -1,4 +1,4 @@
-// Shards, read in one call: each is checked as a frame of what is left of the batch from where it begins.
+// The reader of shards. Each shard is checked as a frame of the part of the batch that begins with its first element.
 #include <algorithm>
 
 #include "shards.hpp"
@@ -11,7 +11,7 @@ ShardReader::ShardReader(std::vector<uint8_t> bytes, const std::vector<size_t>& 
   const uint8_t* at = bytes_.data();
   for (const size_t size : sizes) {
     if (size < kShardBytes)
-      throw FrameFault("a shard has " + std::to_string(kShardBytes) + " bytes at least, not " + std::to_string(size));
+      throw FrameFault("a shard has at least " + std::to_string(kShardBytes) + " bytes, not " + std::to_string(size));
     uint32_t place[2];
     std::memcpy(place, at, kShardBytes);
     Shard shard{place[0], place[1], exact && (place[0] & kExact), nullptr};

@@ -1,10 +1,9 @@
-// Shards, written in one pass over the vectors: a datagram's worth costs no call of its own.
-#include "shards.hpp"
-
+// The writer of shards: one pass over the vectors writes all of them.
 #include <algorithm>
 #include <stdexcept>
 
 #include "pass.hpp"
+#include "shards.hpp"
 
 namespace thinwire {
 
@@ -13,7 +12,7 @@ ShardWriter::ShardWriter(size_t budget, bool exact) : budget_(budget), flags_(ex
 }
 
 void ShardWriter::begin(uint32_t tensor, size_t n, Format format, Rounding rounding) {
-  if (n >> 32) throw std::invalid_argument("shards are of tensors of less than 2^32 elements");
+  if (n >> 32) throw std::invalid_argument("tensors in shards must have less than 2^32 elements");
   tensor_ = tensor;
   n_ = n;
   format_ = format;
@@ -29,7 +28,7 @@ void ShardWriter::open_shard() {
   std::memcpy(shards_.back().data(), place, kShardBytes);
 }
 
-// False: there is no room for another section.
+// Returns false if there is no room for another section.
 bool ShardWriter::open_section() {
   mark_ = writer_->used_;
   count_ = 0;
@@ -45,7 +44,7 @@ void ShardWriter::close_section() {
   rounding_ = writer_->rounding_;
   writer_->close(count_);
   if (count_) return;
-  writer_->used_ = mark_;  // nothing is in it: as if it had not been opened
+  writer_->used_ = mark_;  // remove the empty section
   --writer_->sections_;
 }
 
@@ -56,9 +55,9 @@ void ShardWriter::close_shard() {
   writer_.reset();
 }
 
-// All pending entries, as one block; those that find no room in this shard stay pending for the next.
-template <class Settle>
-void ShardWriter::flush(Settle&& settle) {
+// Writes all pending entries as one block. Entries that find no room in this shard stay pending for the next one.
+template <class OnWritten>
+void ShardWriter::flush(OnWritten&& on_written) {
   if (!writer_) open_shard();
   size_t fit = 0;
   if (open_ || open_section()) {
@@ -67,7 +66,7 @@ void ShardWriter::flush(Settle&& settle) {
     const uint64_t base = tensor_ == first_ ? base_ : 0;
     for (size_t i = 0; i < pending_; ++i) relative[i] = positions_[i] - base;
     fit = writer_->block(relative, values_, pending_, true, sent);
-    settle(positions_, values_, sent, fit);
+    on_written(positions_, values_, sent, fit);
     count_ += fit;
   }
   if (fit == pending_) {
@@ -82,44 +81,44 @@ void ShardWriter::flush(Settle&& settle) {
   close_shard();
 }
 
-template <class Settle>
-void ShardWriter::take(uint64_t position, float value, Settle&& settle) {
+template <class OnWritten>
+void ShardWriter::take(uint64_t position, float value, OnWritten&& on_written) {
   positions_[pending_] = position;
   values_[pending_] = value;
   ++pending_;
-  while (pending_ == kBlock) flush(settle);
+  while (pending_ == kBlock) flush(on_written);
 }
 
-Written ShardWriter::add_selected(uint32_t tensor, const Source& source, size_t n, const Target& target, Cut cut,
-                                  Format format, Rounding rounding) {
+Written ShardWriter::add_selected(const SectionInput& section, Cutoff cutoff) {
   Written w;
-  begin(tensor, n, format, rounding);
-  const auto settle = [&](const uint64_t* positions, const float* values, const float* sent, size_t count) {
-    for (size_t i = 0; i < count && target.held; ++i) target.held[positions[i]] = values[i] - sent[i];
+  const auto& [source, n] = section.vector;
+  begin(section.id, n, section.format, section.rounding);
+  const auto on_written = [&target = section.target](const uint64_t* positions, const float* values, const float* sent,
+                                                     size_t count) {
+    for (size_t i = 0; i < count && target.kept; ++i) target.kept[positions[i]] = values[i] - sent[i];
     for (size_t i = 0; i < count && target.mask; ++i) target.mask[positions[i]] = 0.0f;
   };
   uint32_t offsets[kChunk + kSlack];
   float values[kChunk + kSlack];
   for (size_t at = 0; at < n; at += kChunk) {
-    const size_t kept = pass(source, at, std::min(kChunk, n - at), cut, true, offsets, values, w);
-    for (size_t i = 0; i < kept; ++i) take(at + offsets[i], values[i], settle);
+    const size_t kept = pass(source, at, std::min(kChunk, n - at), cutoff, true, offsets, values, w);
+    for (size_t i = 0; i < kept; ++i) take(at + offsets[i], values[i], on_written);
   }
-  while (pending_) flush(settle);
+  while (pending_) flush(on_written);
   close_section();
   w.sent = w.selected;
-  w.ties = cut.ties;
+  w.ties = cutoff.ties;
   return w;
 }
 
-void ShardWriter::add_entries(uint32_t tensor, const uint64_t* positions, const float* values, uint64_t count,
-                              size_t n, float* sent, Format format, Rounding rounding) {
-  begin(tensor, n, format, rounding);
-  const auto settle = [&](const uint64_t*, const float*, const float* read, size_t done) {
-    std::copy(read, read + done, sent);
-    sent += done;
+void ShardWriter::add_entries(const EntriesInput& e) {
+  begin(e.id, e.n, e.format, e.rounding);
+  float* out = e.sent;
+  const auto on_written = [&](const uint64_t*, const float*, const float* sent, size_t count) {
+    out = std::copy(sent, sent + count, out);
   };
-  for (uint64_t i = 0; i < count; ++i) take(positions[i], values[i], settle);
-  while (pending_) flush(settle);
+  for (uint64_t i = 0; i < e.count; ++i) take(e.positions[i], e.values[i], on_written);
+  while (pending_) flush(on_written);
   close_section();
 }
 

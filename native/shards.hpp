@@ -1,4 +1,4 @@
-// Shards: a batch of vectors as frames of at most so many bytes, any of which may be lost; and what came of them.
+// Shards: a batch of vectors in frames of limited size, any of which may be lost.
 #pragma once
 #include <memory>
 #include <vector>
@@ -8,28 +8,29 @@
 
 namespace thinwire {
 
-// In front of each frame: the first tensor's place in the batch, and the element from which its positions count.
+// The bytes before each frame: the index of its first tensor in the batch, and the element from which its positions
+// count.
 constexpr size_t kShardBytes = 8;
-// Added to that place where values are exact and take the place of what is there.
+// Added to that index if the values are exact and overwrite what is there.
 constexpr uint32_t kExact = uint32_t(1) << 31;
 
 class ShardWriter {
  public:
   ShardWriter(size_t budget, bool exact);
 
-  Written add_selected(uint32_t tensor, const Source&, size_t n, const Target&, Cut, Format, Rounding);
-  // Entries chosen elsewhere: ascending positions below n. What the receiver will read goes to `sent`.
-  void add_entries(uint32_t tensor, const uint64_t* positions, const float* values, uint64_t count, size_t n,
-                   float* sent, Format, Rounding);
-  // All shards; nothing may be added any more.
+  // A section's id is the tensor's index in the batch.
+  Written add_selected(const SectionInput&, Cutoff);
+  void add_entries(const EntriesInput&);
+  // Returns all shards. Nothing may be added afterwards.
   const std::vector<std::vector<uint8_t>>& finish();
 
  private:
   void begin(uint32_t tensor, size_t n, Format, Rounding);
-  template <class Settle>
-  void take(uint64_t position, float value, Settle&&);
-  template <class Settle>
-  void flush(Settle&&);
+  // on_written(positions, values, sent, count) is called for the entries of each block that was written.
+  template <class OnWritten>
+  void take(uint64_t position, float value, OnWritten&&);
+  template <class OnWritten>
+  void flush(OnWritten&&);
   void open_shard();
   bool open_section();
   void close_section();
@@ -38,10 +39,10 @@ class ShardWriter {
   size_t budget_;
   uint32_t flags_;
   std::vector<std::vector<uint8_t>> shards_;
-  std::unique_ptr<Writer> writer_;  // of the last shard, while there is room in it
+  std::unique_ptr<Writer> writer_;  // of the current shard
   uint32_t first_ = 0;              // its first tensor
   uint64_t base_ = 0;               // where that tensor's positions begin
-  // The tensor being written, and its section in the present shard.
+  // The current tensor, and its section in the current shard.
   uint32_t tensor_ = 0;
   size_t n_ = 0;
   Format format_{};
@@ -54,7 +55,7 @@ class ShardWriter {
   float values_[kBlock];
 };
 
-// Shards of one batch, as many as came, validated together: FrameFault, and nothing is believed, if one is wrong.
+// Reads those shards of a batch that arrived. All are validated together; FrameFault if one is wrong.
 class ShardReader {
  public:
   struct Piece {
@@ -63,13 +64,13 @@ class ShardReader {
     size_t shard;
   };
 
-  // bytes: the shards, one after the other, of these sizes. exact: whether shards of exact values are expected.
+  // bytes: the shards of these sizes, one after the other. exact: whether shards of exact values are allowed.
   ShardReader(std::vector<uint8_t> bytes, const std::vector<size_t>& sizes, const std::vector<uint64_t>& numels,
               bool exact);
-  ShardReader(const ShardReader&) = delete;  // its parts point at one another
+  ShardReader(const ShardReader&) = delete;  // its members point into one another
 
   const std::vector<Piece>& pieces() const { return pieces_; }
-  // outs[tensor][position] += weight * value, or = value where values are exact.
+  // Adds weight * value to outs[tensor][position]; exact values overwrite it.
   void add(const std::vector<float*>& outs, float weight) const;
   void entries(const Piece&, uint64_t* positions, float* values) const;
 
@@ -80,7 +81,7 @@ class ShardReader {
     bool exact;
     std::unique_ptr<Reader> reader;
   };
-  std::vector<uint8_t> bytes_;  // the readers point into them
+  std::vector<uint8_t> bytes_;  // the readers point into these bytes
   std::vector<Shard> shards_;
   std::vector<Piece> pieces_;
 };

@@ -1,25 +1,26 @@
-// Statistics of a vector. Sums run in eight fixed lanes, so that every build gives the same bits.
+// Statistics of vectors. Sums run in eight fixed lanes, so that every build gives the same bits.
 #include "statistics.hpp"
-#include "positions.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 
+#include "positions.hpp"
+
 namespace thinwire {
 namespace {
 
-constexpr size_t kCached = 16;  // floats of a cache line
+constexpr size_t kCached = 16;  // floats per cache line
 
-template <Dtype D, bool Memory>
+template <Dtype D, bool Residual>
 inline float element(const Source& s, size_t i) {
   const float x = Load<D>::at(static_cast<const typename Load<D>::type*>(s.gradient), i);
-  if constexpr (!Memory) return x;
-  return saturate(s.decay == 1.0f ? s.memory[i] + x : s.memory[i] * s.decay + x);
+  if constexpr (!Residual) return x;
+  return saturate(s.decay == 1.0f ? s.residual[i] + x : s.residual[i] * s.decay + x);
 }
 
-// Calls visit(begin, end) for the whole vector, or for one line at a random place of each stratum. Lines are fetched
-// ahead in batches: they are far apart, and each would cost a wait for memory otherwise.
+// Calls visit(begin, end) for the whole vector, or for one line at a random position of each stratum. Lines are far
+// apart; prefetching them in batches hides the memory latency.
 template <class Prefetch, class Visit>
 void for_sample(size_t n, uint64_t wanted, uint64_t seed, Prefetch&& prefetch, Visit&& visit) {
   const uint64_t lines = (wanted + kLine - 1) / kLine, all = n / kLine;
@@ -42,23 +43,23 @@ void for_sample(size_t n, uint64_t wanted, uint64_t seed, Prefetch&& prefetch, V
   }
 }
 
-template <Dtype D, bool Memory>
+template <Dtype D, bool Residual>
 inline void fetch_line(const Source& s, size_t i) {
   for (size_t j = i; j < i + kLine; j += kCached) {
     __builtin_prefetch(static_cast<const typename Load<D>::type*>(s.gradient) + j);
-    if constexpr (Memory) __builtin_prefetch(s.memory + j);
+    if constexpr (Residual) __builtin_prefetch(s.residual + j);
   }
 }
 
 template <class F>
 auto with_source(const Source& s, F&& f) {
   return with_dtype(s.dtype, [&]<Dtype D>() {
-    return s.memory ? f.template operator()<D, true>() : f.template operator()<D, false>();
+    return s.residual ? f.template operator()<D, true>() : f.template operator()<D, false>();
   });
 }
 
-// Calls visit.operator()<D, Memory>(source, begin, n) for about `wanted` elements, an even share of each vector, in
-// lines of which the last may have fewer elements.
+// Calls visit.operator()<D, Residual>(source, begin, n) for about `wanted` elements, in proportion to the vectors'
+// sizes, line by line; the last line may be shorter.
 template <class Visit>
 void visit_sample(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, Visit&& visit) {
   uint64_t all = 0;
@@ -66,27 +67,28 @@ void visit_sample(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t 
   for (size_t j = 0; j < vectors.size(); ++j) {
     const Vector& v = vectors[j];
     const auto share = uint64_t(double(wanted) * double(v.n) / double(all) + 1.0);
-    with_source(v.source, [&]<Dtype D, bool Memory>() {
-      const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
+    with_source(v.source, [&]<Dtype D, bool Residual>() {
+      const auto prefetch = [&](size_t i) { fetch_line<D, Residual>(v.source, i); };
       for_sample(v.n, share, mix(seed + j), prefetch, [&](size_t begin, size_t end) {
         for (; begin < end; begin += kLine)
-          visit.template operator()<D, Memory>(v.source, begin, std::min(kLine, end - begin));
+          visit.template operator()<D, Residual>(v.source, begin, std::min(kLine, end - begin));
       });
     });
   }
 }
 
 struct Largest {
-  std::vector<uint32_t> bits;  // those above the floor
+  std::vector<uint32_t> bits;  // at or above the floor
   uint64_t taken = 0;          // the sample's size
 };
 
-// The elements of a sample that exceed a floor: the sample itself is never stored, for it would not fit the cache.
+// Returns the elements of a sample that reach a floor. The whole sample is not stored, because it would not fit the
+// cache.
 Largest above_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, uint32_t floor) {
   Largest found;
   size_t kept = 0;
   [[maybe_unused]] const bool wide = avx2_in_use();
-  visit_sample(vectors, wanted, seed, [&]<Dtype D, bool Memory>(const Source& s, size_t begin, size_t n) {
+  visit_sample(vectors, wanted, seed, [&]<Dtype D, bool Residual>(const Source& s, size_t begin, size_t n) {
     found.taken += n;
     if (found.bits.size() < kept + kLine + kSlack) found.bits.resize(2 * kept + 4096);
 #if defined(__x86_64__)
@@ -96,10 +98,10 @@ Largest above_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_
     }
 #endif
     uint32_t bits[kLine], most = 0;
-    for (size_t i = 0; i < n; ++i) bits[i] = magnitude_bits(element<D, Memory>(s, begin + i));
+    for (size_t i = 0; i < n; ++i) bits[i] = magnitude_bits(element<D, Residual>(s, begin + i));
     for (size_t i = 0; i < n; ++i) most = std::max(most, bits[i]);
     if (most < floor) return;
-    for (size_t i = 0; i < n; ++i) {  // without a branch: one place more is always there to write to
+    for (size_t i = 0; i < n; ++i) {  // branch-free: there is always room for one more element
       found.bits[kept] = bits[i];
       kept += bits[i] >= floor;
     }
@@ -108,7 +110,7 @@ Largest above_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_
   return found;
 }
 
-// A floor below which the wanted rank surely does not lie, from a few lines of the sample; 0 where all are wanted.
+// Estimates, from a few lines of the sample, a floor that is safely below the wanted rank; 0 if there is none.
 uint32_t low_floor(const std::vector<Vector>& vectors, uint64_t wanted, uint64_t seed, double density) {
   const uint64_t some = std::min<uint64_t>(wanted / 8, 4096);
   const double share = 1.5 * density + 20.0 / double(some);
@@ -126,14 +128,12 @@ std::vector<uint32_t> sample_of(const std::vector<Vector>& vectors, uint64_t wan
 }
 
 std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vectors,
-                                                 const std::vector<double>& densities, uint64_t wanted,
-                                                 uint64_t seed) {
+                                                 const std::vector<double>& densities, uint64_t wanted, uint64_t seed) {
   std::vector<SampledThreshold> found;
   if (densities.empty()) return found;
   const double most = *std::max_element(densities.begin(), densities.end());
   Largest largest = above_floor(vectors, wanted, seed, low_floor(vectors, wanted, seed, most));
-  if (largest.bits.size() <= uint64_t(most * double(largest.taken)))
-    largest = above_floor(vectors, wanted, seed, 0);
+  if (largest.bits.size() <= uint64_t(most * double(largest.taken))) largest = above_floor(vectors, wanted, seed, 0);
   for (const double density : densities) {
     const auto rank = uint64_t(density * double(largest.taken));
     if (rank >= largest.taken) {
@@ -151,13 +151,13 @@ std::vector<SampledThreshold> sampled_thresholds(const std::vector<Vector>& vect
 
 Moments moments(const Vector& v, uint64_t wanted, uint64_t seed) {
   Moments m;
-  with_source(v.source, [&]<Dtype D, bool Memory>() {
-    const auto prefetch = [&](size_t i) { fetch_line<D, Memory>(v.source, i); };
+  with_source(v.source, [&]<Dtype D, bool Residual>() {
+    const auto prefetch = [&](size_t i) { fetch_line<D, Residual>(v.source, i); };
     for_sample(v.n, wanted, seed, prefetch, [&](size_t begin, size_t end) {
-      // Eight lanes in registers; the elements left over go to the first lanes.
+      // Eight lanes in registers; the remaining elements go to the first lanes.
       double sum[8] = {}, squares[8] = {}, magnitudes[8] = {};
       const auto take = [&](size_t i, size_t lane) {
-        const double x = element<D, Memory>(v.source, i);
+        const double x = element<D, Residual>(v.source, i);
         sum[lane] += x;
         squares[lane] += x * x;
         magnitudes[lane] += std::fabs(x);
@@ -179,11 +179,11 @@ Moments moments(const Vector& v, uint64_t wanted, uint64_t seed) {
 
 namespace {
 
-// Few elements are copied and partially sorted: cheaper than clearing the histograms.
+// Copies and partially sorts a few elements, which is cheaper than clearing the histograms.
 OrderStatistic select_few(const Vector& v, uint64_t rank) {
   std::vector<uint32_t> bits(v.n);
-  with_source(v.source, [&]<Dtype D, bool Memory>() {
-    for (size_t i = 0; i < v.n; ++i) bits[i] = magnitude_bits(element<D, Memory>(v.source, i));
+  with_source(v.source, [&]<Dtype D, bool Residual>() {
+    for (size_t i = 0; i < v.n; ++i) bits[i] = magnitude_bits(element<D, Residual>(v.source, i));
   });
   const auto place = bits.begin() + std::ptrdiff_t(rank);
   std::nth_element(bits.begin(), place, bits.end(), std::greater<>());
@@ -200,7 +200,7 @@ OrderStatistic select_few(const Vector& v, uint64_t rank) {
 
 OrderStatistic select(const std::vector<Vector>& vectors, uint64_t rank) {
   if (vectors.size() == 1 && vectors[0].n <= (size_t(1) << 14)) return select_few(vectors[0], rank);
-  // Three digits of 14, 9 and 8 bits, from the top: each pass narrows the prefix that the answer has.
+  // Radix select with digits of 14, 9 and 8 bits from the top: each pass determines one digit of the answer.
   constexpr unsigned shifts[] = {17, 8, 0}, widths[] = {14, 9, 8};
   uint32_t prefix = 0;
   uint64_t greater = 0, equal = 0;
@@ -209,9 +209,9 @@ OrderStatistic select(const std::vector<Vector>& vectors, uint64_t rank) {
     std::vector<uint64_t> counts(size_t(1) << width);
     const uint32_t mask = (1u << width) - 1;
     for (const Vector& v : vectors)
-      with_source(v.source, [&]<Dtype D, bool Memory>() {
+      with_source(v.source, [&]<Dtype D, bool Residual>() {
         for (size_t i = 0; i < v.n; ++i) {
-          const uint32_t bits = magnitude_bits(element<D, Memory>(v.source, i));
+          const uint32_t bits = magnitude_bits(element<D, Residual>(v.source, i));
           if (bits >> shift >> width == prefix) ++counts[bits >> shift & mask];
         }
       });
@@ -239,7 +239,7 @@ uint64_t collect_above(const Vector& v, float threshold, float* out, uint64_t ca
 bool all_zero(const void* data, Dtype dtype, size_t n) {
   const auto* p = static_cast<const uint8_t*>(data);
   const size_t bytes = n * (dtype == Dtype::float32 ? 4 : 2);
-  // A block that equals its own copy shifted by one byte, and whose first byte is zero, is all zeros.
+  // Memory whose first byte is zero and that equals itself shifted by one byte is all zeros.
   return bytes == 0 || (p[0] == 0 && std::memcmp(p, p + 1, bytes - 1) == 0);
 }
 

@@ -1,11 +1,11 @@
-// Sums of frames. A stretch of the result stays in the cache while all frames' entries are added to it.
+// Sums of frames. A range of the result stays in the cache while the entries of all frames are added to it.
 #include "sum.hpp"
 
 #include <algorithm>
 
 namespace thinwire {
 
-// One section of a frame, read from its first entry to its last in several goes.
+// Iterates over one section of a frame in several steps.
 class Reader::Walk {
  public:
   Walk(const Reader& reader, const Section& s) : reader_(reader), section_(s), at_(s.first_block) {}
@@ -20,7 +20,8 @@ class Reader::Walk {
       if (b.run)
         whole = add(end, out, weight, place, b.count, [&](size_t i) { return b.begin + i; });
       else if (section_.numel > ~uint32_t(0))
-        whole = add(end, out, weight, place, b.count, [p = reader_.positions64_.data() + b.begin](size_t i) { return p[i]; });
+        whole = add(end, out, weight, place, b.count,
+                    [p = reader_.positions64_.data() + b.begin](size_t i) { return p[i]; });
       else
         whole = add(end, out, weight, place, b.count,
                     [p = reader_.positions32_.data() + b.begin](size_t i) { return uint64_t(p[i]); });
@@ -42,31 +43,32 @@ class Reader::Walk {
 
   const Reader& reader_;
   const Section& section_;
-  size_t at_, done_ = 0;  // the block, and how many of its entries were added
+  size_t at_, done_ = 0;  // the current block, and how many of its entries were added
   float values_[kBlock];
 };
 
 void sum_frames(const std::vector<const Reader*>& frames, const std::vector<Sum>& sums, float weight) {
-  constexpr uint64_t kStretch = size_t(1) << 15;
+  constexpr uint64_t kRange = size_t(1) << 15;
   for (size_t id = 0; id < sums.size(); ++id) {
     const Sum& sum = sums[id];
-    std::vector<std::pair<Reader::Walk, Placed>> walks;
+    std::vector<std::pair<Reader::Walk, ShareToWhole>> walks;
     for (size_t i = 0; i < frames.size(); ++i)
       for (const Section& s : frames[i]->sections()) {
         if (s.id != id) continue;
-        const uint64_t owner = i % sum.deal.world;
-        if (s.numel != sum.deal.share(sum.n, owner)) throw std::invalid_argument("a frame is of another size");
-        walks.emplace_back(Reader::Walk(*frames[i], s), Placed(sum.deal, owner));
+        const uint64_t owner = i % sum.partition.world;
+        if (s.numel != sum.partition.share(sum.n, owner)) throw std::invalid_argument("a frame is of another size");
+        walks.emplace_back(Reader::Walk(*frames[i], s), ShareToWhole(sum.partition, owner));
       }
-    // As many rounds of the deal as make up a stretch: an owner's entries of a round lie in that round.
-    const uint64_t rounds = std::max<uint64_t>(kStretch / kDeal / sum.deal.world, 1);
-    const uint64_t step = rounds * sum.deal.world * kDeal;
+    // As many rounds of the partition as make up a range. The entries of a round of a share lie in the same round of
+    // the whole vector.
+    const uint64_t rounds = std::max<uint64_t>(kRange / kPartitionBlock / sum.partition.world, 1);
+    const uint64_t step = rounds * sum.partition.world * kPartitionBlock;
     for (uint64_t begin = 0, share = 0; begin < sum.n; begin += step) {
       const uint64_t end = std::min(begin + step, sum.n);
-      share += rounds * kDeal;
+      share += rounds * kPartitionBlock;
       std::fill(sum.out + begin, sum.out + end, 0.0f);
       for (auto& [walk, placed] : walks) {
-        if (sum.deal.world == 1)
+        if (sum.partition.world == 1)
           walk.add_below(share, sum.out, weight, [](uint64_t position) { return position; });
         else
           walk.add_below(share, sum.out, weight, placed);
@@ -75,11 +77,11 @@ void sum_frames(const std::vector<const Reader*>& frames, const std::vector<Sum>
   }
 }
 
-void add_share(float* whole, uint64_t n, const Deal& deal, uint64_t owner, const float* share) {
-  const uint64_t size = deal.share(n, owner);
-  for (uint64_t done = 0; done < size; done += kDeal) {
-    float* to = whole + deal.begin(owner, done / kDeal);
-    const uint64_t count = std::min<uint64_t>(kDeal, size - done);
+void add_share(float* whole, uint64_t n, const Partition& partition, uint64_t owner, const float* share) {
+  const uint64_t size = partition.share(n, owner);
+  for (uint64_t done = 0; done < size; done += kPartitionBlock) {
+    float* to = whole + partition.begin(owner, done / kPartitionBlock);
+    const uint64_t count = std::min<uint64_t>(kPartitionBlock, size - done);
     for (uint64_t i = 0; i < count; ++i) to[i] = saturate(to[i] + share[done + i]);
   }
 }

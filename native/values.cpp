@@ -1,4 +1,4 @@
-// Quantisers. Each operation rounds on its own, in the order written here, because the torch twin does the same.
+// Quantisers. Every operation is rounded separately, in the order written here, as in the torch implementation.
 #include "values.hpp"
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 namespace thinwire {
 namespace {
 
-// Larger magnitudes are written as kLargest, so that base + step * level cannot overflow at the receiver. A block
-// without any of at least kSmallest is written as zeros, because its fixed-point scale would overflow. What was not
-// sent stays in the memory either way.
+// Larger magnitudes are written as kLargest, so that base + step * level cannot overflow at the receiver. A block whose
+// magnitudes are all below kSmallest is written as zeros, because its fixed-point scale would overflow. What was not
+// sent stays in the residual either way.
 constexpr float kLargest = 0x1p120f;
 constexpr float kSmallest = 0x1p-100f;
 
@@ -32,7 +32,7 @@ unsigned bits_of(Format f) {
 
 bool has_scales(Format f) { return f >= Format::bits8; }
 
-// Means as sums of integers: exact, so that the order of addition (lanes, GPUs) does not matter.
+// Means from sums of integers: exact, so that the order of addition (SIMD lanes, GPUs) does not matter.
 struct FixedPoint {
   float scale;
   double unit;
@@ -58,7 +58,8 @@ float smallest_of(const float* v, size_t n) {
   return std::bit_cast<float>(bits);
 }
 
-// Two bits: the means of the magnitudes below and above the block's mean, which lose less than its extremes.
+// The levels of two bits: the means of the magnitudes below and above the block's mean. Their error is smaller than
+// that of the block's extremes.
 Scales two_means(const float* v, size_t n, const FixedPoint& fixed, float& split) {
   int64_t sum = 0;
   for (size_t i = 0; i < n; ++i) sum += fixed.of(v[i]);
@@ -83,10 +84,10 @@ Scales sign_means(const float* v, size_t n, const FixedPoint& fixed) {
   return {fixed.mean(up, int64_t(n) - negatives), fixed.mean(down, negatives)};
 }
 
-// To nearest, ties to even, for 0 <= x < 2^22: the addition leaves no room for a fraction.
+// Rounds to nearest, ties to even, for 0 <= x < 2^22: the addition leaves no bits for a fraction.
 inline float nearest(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
-// codes[i] = sign above level; the receiver reads sign * (base + step * level).
+// Sets codes[i] to the sign bit above the level; the receiver reads sign * (base + step * level).
 Scales choose_levels(Format f, const float* v, size_t n, float largest, const Rounding& rounding, uint8_t* codes) {
   const unsigned bits = bits_of(f);
   const int top = (1 << (bits - 1)) - 1;
@@ -94,7 +95,9 @@ Scales choose_levels(Format f, const float* v, size_t n, float largest, const Ro
     std::memset(codes, 0, n);
     return {0.0f, 0.0f};
   }
-  const auto code = [&](float x, int level) { return uint8_t(unsigned(std::signbit(x)) << (bits - 1) | unsigned(level)); };
+  const auto code = [&](float x, int level) {
+    return uint8_t(unsigned(std::signbit(x)) << (bits - 1) | unsigned(level));
+  };
   if (f == Format::bits2 && !rounding.stochastic) {
     float split = 0.0f;
     const Scales s = two_means(v, n, FixedPoint(largest), split);
@@ -138,7 +141,7 @@ void unpack(const uint8_t* in, size_t n, uint8_t* codes) {
   for (size_t i = 0; i < n; ++i) codes[i] = uint8_t(in[i / per] >> (i % per * Bits) & ((1u << Bits) - 1));
 }
 
-// Calls f.operator()<bits>() for a format with scales.
+// Calls f.operator()<bits>() for a format that has scales.
 template <class F>
 void with_bits(Format format, F&& f) {
   switch (format) {
@@ -149,7 +152,7 @@ void with_bits(Format format, F&& f) {
   }
 }
 
-// The values of codes, as the receiver computes them: sender and receiver share this function.
+// Computes the values of codes. Sender and receiver share this function.
 template <unsigned Bits>
 void dequantise(Scales s, const uint8_t* codes, size_t n, float* v) {
   if constexpr (Bits == 1) {
@@ -193,8 +196,8 @@ size_t write_block(Format f, const float* v, size_t n, Rounding rounding, uint8_
       v = limited;
       largest = kLargest;
     }
-    const Scales s = f == Format::sign ? choose_signs(v, n, largest, codes)
-                                       : choose_levels(f, v, n, largest, rounding, codes);
+    const Scales s =
+        f == Format::sign ? choose_signs(v, n, largest, codes) : choose_levels(f, v, n, largest, rounding, codes);
     std::memcpy(out, &s, sizeof s);
     with_bits(f, [&]<unsigned Bits>() {
       pack<Bits>(codes, n, out + sizeof s);

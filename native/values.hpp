@@ -1,10 +1,10 @@
-// How kept values are written: a block of up to kBlock floats becomes two scales and packed codes, and back.
+// Value formats: a block of up to kBlock floats becomes two scales and packed codes, and back.
 #pragma once
 #include "common.hpp"
 
 namespace thinwire {
 
-// Bytes that a block of n values takes in a format, its scales included.
+// The bytes of a block of n values, its scales included.
 size_t block_bytes(Format format, size_t n);
 
 struct Rounding {
@@ -13,13 +13,13 @@ struct Rounding {
   uint64_t counter = 0;  // of the block's first value
 };
 
-// Writes the block to out and what the receiver will read to sent; returns the bytes written.
+// Writes the block to out, and the values as the receiver reads them to sent; returns the number of bytes.
 size_t write_block(Format format, const float* values, size_t n, Rounding rounding, uint8_t* out, float* sent);
 
-// Reads n values; the block has been validated.
+// Reads n values of a block that was validated.
 void read_block(Format format, const uint8_t* in, size_t n, float* values);
 
-// What is wrong with a block's values, or null: a receiver must never get a value that is not finite.
+// Returns what is wrong with a block's values, or null. A receiver must never get a value that is not finite.
 const char* check_block(Format format, const uint8_t* in, size_t n);
 
 }  // namespace thinwire

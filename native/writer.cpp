@@ -1,4 +1,4 @@
-// The frame writer. A section's entries stream through blocks of kBlock, while their memory is still in the cache.
+// The writer of a frame. Entries are collected into blocks and written while their residuals are still in the cache.
 #include "writer.hpp"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace thinwire {
 namespace {
 
-constexpr size_t kMostBlockBytes = kMostPositionBytes + 8 + 4 * kBlock;
+constexpr size_t kMaxBlockBytes = kMaxPositionBytes + 8 + 4 * kBlock;
 
 size_t put_varint(uint8_t* out, uint64_t x) {
   size_t n = 0;
@@ -48,14 +48,14 @@ bool Writer::open(uint32_t id, Format format, Indexing indexing, uint64_t n, uin
 void Writer::close(uint64_t count) { std::memcpy(buffer_ + count_at_, &count, count_width_); }
 
 size_t Writer::block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent) {
-  uint8_t scratch[kMostBlockBytes];
+  uint8_t scratch[kMaxBlockBytes];
   size_t size = 0;
   const auto fits = [&](size_t m) {
     size = with_positions ? write_positions(positions, m, previous_, scratch) : 0;
     return used_ + size + block_bytes(format_, m) <= limit_;
   };
   if (!fits(n)) {
-    size_t most = 0;  // a power of two at a time, from the largest: the most entries that fit
+    size_t most = 0;  // binary search for the most entries that fit
     for (size_t step = kBlock / 2; step; step /= 2)
       if (most + step < n && fits(most + step)) most += step;
     if (most == 0) return 0;
@@ -69,15 +69,14 @@ size_t Writer::block(const uint64_t* positions, const float* values, size_t n, b
   return n;
 }
 
-// A section's entries on their way into blocks: whole blocks are written as soon as they are full, and their entries
-// settled with the memory.
+// Collects a section's entries into blocks. A block is written as soon as it is full; its entries are then removed from
+// the residual.
 class Writer::Stream {
  public:
-  Stream(Writer& writer, uint32_t id, size_t n, Format format, Rounding rounding, size_t reserve, Deal deal,
-         uint64_t owner)
-      : writer_(writer), place_(deal, owner), dealt_(deal.world > 1) {
-    writer.rounding_ = rounding;
-    room = opened_ = (n || !dealt_) && writer.open(id, format, Indexing::gaps, n, 0, reserve);
+  Stream(Writer& writer, const SectionInput& section, size_t n, size_t reserve, Partition partition, uint64_t owner)
+      : writer_(writer), to_whole_(partition, owner), split_(partition.world > 1) {
+    writer.rounding_ = section.rounding;
+    room = opened_ = (n || !split_) && writer.open(section.id, section.format, Indexing::gaps, n, 0, reserve);
   }
 
   void take(uint64_t position, float value, const Target& target) {
@@ -88,7 +87,7 @@ class Writer::Stream {
     pending_ = 0;
   }
 
-  // Many at once, at offsets from a begin.
+  // Takes many entries, at offsets from `begin`.
   void take(uint64_t begin, const uint32_t* offsets, const float* values, size_t n, const Target& target) {
     for (size_t done = 0; done < n && room;) {
       const size_t some = std::min(kBlock - pending_, n - done);
@@ -102,99 +101,101 @@ class Writer::Stream {
     }
   }
 
-  // Returns the entries that found room.
+  // Returns how many entries found room.
   uint64_t finish(const Target& target) {
     if (room && pending_) flush(target);
     if (opened_) writer_.close(sent_);
     return sent_;
   }
 
-  bool room;  // whether another entry may fit
+  bool room;  // whether more entries may fit
 
  private:
   bool flush(const Target& target) {
     float sent[kBlock];
     const size_t fit = writer_.block(positions_, values_, pending_, true, sent);
     sent_ += fit;
-    if (dealt_)
-      settle(fit, target, sent, place_);
+    if (split_)
+      remove(fit, target, sent, to_whole_);
     else
-      settle(fit, target, sent, [](uint64_t position) { return position; });
-    return fit == pending_;  // a shorter block is the section's last
+      remove(fit, target, sent, [](uint64_t position) { return position; });
+    return fit == pending_;  // a shorter block ends the section
   }
 
-  template <class Place>
-  void settle(size_t n, const Target& target, const float* sent, Place&& place) {
+  // Leaves only the rounding error of the first n entries in the residual.
+  template <class ToWhole>
+  void remove(size_t n, const Target& target, const float* sent, ToWhole&& to_whole) {
     for (size_t i = 0; i < n; ++i) {
-      const uint64_t at = place(positions_[i]);
-      if (target.held) target.held[at] = values_[i] - sent[i];
+      const uint64_t at = to_whole(positions_[i]);
+      if (target.kept) target.kept[at] = values_[i] - sent[i];
       if (target.mask) target.mask[at] = 0.0f;
     }
   }
 
   Writer& writer_;
-  Placed place_;
-  bool dealt_, opened_;
+  ShareToWhole to_whole_;
+  bool split_, opened_;
   size_t pending_ = 0;
   uint64_t sent_ = 0;
   uint64_t positions_[kBlock];
   float values_[kBlock];
 };
 
-Written Writer::add_selected(uint32_t id, const Source& source, size_t n, const Target& target, Cut cut,
-                             Format format, Rounding rounding, size_t reserve) {
+Written Writer::add_selected(const SectionInput& section, Cutoff cutoff, size_t reserve) {
   Written w;
-  Stream stream(*this, id, n, format, rounding, reserve, Deal{}, 0);
+  const auto& [source, n] = section.vector;
+  Stream stream(*this, section, n, reserve, Partition{}, 0);
   uint32_t offsets[kChunk + kSlack];
   float values[kChunk + kSlack];
-  for (size_t begin = 0; begin < n && (stream.room || source.memory); begin += kChunk) {
-    const size_t kept = pass(source, begin, std::min(kChunk, n - begin), cut, stream.room, offsets, values, w);
-    stream.take(begin, offsets, values, kept, target);
+  for (size_t begin = 0; begin < n && (stream.room || source.residual); begin += kChunk) {
+    const size_t kept = pass(source, begin, std::min(kChunk, n - begin), cutoff, stream.room, offsets, values, w);
+    stream.take(begin, offsets, values, kept, section.target);
   }
-  w.sent = stream.finish(target);
-  w.ties = cut.ties;
+  w.sent = stream.finish(section.target);
+  w.ties = cutoff.ties;
   return w;
 }
 
-Written Writer::add_dealt(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, const Deal& deal,
-                          uint32_t id, const Source& source, size_t n, const Target& target, Cut cut, Format format,
-                          Rounding rounding) {
+Written Writer::add_parts(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves,
+                          const Partition& partition, const SectionInput& section, Cutoff cutoff) {
   Written w;
+  const auto& [source, n] = section.vector;
   std::vector<std::unique_ptr<Stream>> streams;
   for (size_t i = 0; i < owners.size(); ++i)
-    streams.emplace_back(new Stream(*owners[i], id, deal.share(n, i), format, rounding, reserves[i], deal, i));
+    streams.emplace_back(new Stream(*owners[i], section, partition.share(n, i), reserves[i], partition, i));
   uint32_t offsets[kChunk + kSlack];
   float values[kChunk + kSlack];
-  Dealer dealer(deal);
+  OwnerLookup owner_of(partition);
   for (size_t begin = 0; begin < n; begin += kChunk) {
-    const size_t kept = pass(source, begin, std::min(kChunk, n - begin), cut, true, offsets, values, w);
+    const size_t kept = pass(source, begin, std::min(kChunk, n - begin), cutoff, true, offsets, values, w);
     for (size_t i = 0; i < kept; ++i) {
       uint64_t position;
-      Stream& stream = *streams[dealer(begin + offsets[i], position)];
-      if (stream.room) stream.take(position, values[i], target);
+      Stream& stream = *streams[owner_of(begin + offsets[i], position)];
+      if (stream.room) stream.take(position, values[i], section.target);
     }
   }
-  for (auto& stream : streams) w.sent += stream->finish(target);
-  w.ties = cut.ties;
+  for (auto& stream : streams) w.sent += stream->finish(section.target);
+  w.ties = cutoff.ties;
   return w;
 }
 
-// The receiver derives all positions from the seed and the count: all of them fit, or none is sent.
+// The receiver derives all positions from the seed and the count. Therefore either all of them are sent, or none.
 bool Writer::strata_fit(uint64_t count) const {
   const size_t last = count % kBlock;
   const size_t size = count / kBlock * block_bytes(format_, kBlock) + (last ? block_bytes(format_, last) : 0);
   return used_ + size <= limit_;
 }
 
-Written Writer::add_strata(uint32_t id, const Source& source, size_t n, const Target& target, uint64_t count,
-                           uint64_t seed, Format format, Rounding rounding, size_t reserve) {
+Written Writer::add_strata(const SectionInput& section, uint64_t count, uint64_t seed, size_t reserve) {
   Written w;
-  if (source.memory) accumulate(source, n);
-  rounding_ = rounding;
-  if (!open(id, format, Indexing::strata, n, seed, reserve)) return w;
+  const auto& [source, n] = section.vector;
+  const Target& target = section.target;
+  if (source.residual) accumulate(source, n);
+  rounding_ = section.rounding;
+  if (!open(section.id, section.format, Indexing::strata, n, seed, reserve)) return w;
   if (!strata_fit(count)) count = 0;
-  with_dtype(source.memory ? Dtype::float32 : source.dtype, [&]<Dtype D>() {
-    const void* data = source.memory ? source.memory : source.gradient;
+  with_dtype(source.residual ? Dtype::float32 : source.dtype, [&, &source = source, n = n]<Dtype D>() {
+    const void* data = source.residual ? source.residual : source.gradient;
     const auto* x = static_cast<const typename Load<D>::type*>(data);
     uint64_t positions[kBlock];
     float values[kBlock], sent[kBlock];
@@ -206,7 +207,7 @@ Written Writer::add_strata(uint32_t id, const Source& source, size_t n, const Ta
         w.magnitudes += magnitude(values[i]);
       }
       block(positions, values, m, false, sent);
-      for (size_t i = 0; i < m && target.held; ++i) target.held[positions[i]] = values[i] - sent[i];
+      for (size_t i = 0; i < m && target.kept; ++i) target.kept[positions[i]] = values[i] - sent[i];
       for (size_t i = 0; i < m && target.mask; ++i) target.mask[positions[i]] = 0.0f;
     }
   });
@@ -215,22 +216,19 @@ Written Writer::add_strata(uint32_t id, const Source& source, size_t n, const Ta
   return w;
 }
 
-Written Writer::add_entries(uint32_t id, const uint64_t* positions, const float* values, uint64_t count, size_t n,
-                            float* sent, bool strata, uint64_t seed, Format format, Rounding rounding,
-                            size_t reserve) {
-  Written w;
-  rounding_ = rounding;
-  w.selected = count;
-  if (!open(id, format, strata ? Indexing::strata : Indexing::gaps, n, seed, reserve)) return w;
-  if (strata && !strata_fit(count)) count = 0;
+uint64_t Writer::add_entries(const EntriesInput& e, std::optional<uint64_t> seed, size_t reserve) {
+  rounding_ = e.rounding;
+  if (!open(e.id, e.format, seed ? Indexing::strata : Indexing::gaps, e.n, seed.value_or(0), reserve)) return 0;
+  const uint64_t count = seed && !strata_fit(e.count) ? 0 : e.count;
+  uint64_t written = 0;
   for (uint64_t begin = 0; begin < count; begin += kBlock) {
     const size_t m = std::min<uint64_t>(kBlock, count - begin);
-    const size_t fit = block(positions + begin, values + begin, m, !strata, sent + begin);
-    w.sent += fit;
+    const size_t fit = block(e.positions + begin, e.values + begin, m, !seed, e.sent + begin);
+    written += fit;
     if (fit < m) break;
   }
-  close(w.sent);
-  return w;
+  close(written);
+  return written;
 }
 
 size_t Writer::finish(uint8_t flags, bool pad) {

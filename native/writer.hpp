@@ -1,63 +1,85 @@
-// Builds one frame in a caller's buffer: sections are appended, what does not fit stays in the memory.
+// The writer of a frame: appends sections to a caller's buffer. Entries that do not fit stay in the residual.
 #pragma once
+#include <optional>
 #include <vector>
 
-#include "deal.hpp"
 #include "frame.hpp"
+#include "partition.hpp"
 #include "scan.hpp"
 #include "values.hpp"
 
 namespace thinwire {
 
-struct Cut {
-  float threshold;  // entries above it travel
-  uint64_t ties;    // and this many of those equal to it, the first ones
+struct Cutoff {
+  float threshold;  // entries above it are sent
+  uint64_t ties;    // and the first `ties` of those equal to it
 };
 
 struct Target {
-  float* held;  // where the memory keeps what is not sent; null: dropped
-  float* mask;  // a second memory that is cleared where an entry was sent (DGC's momentum); may be null
+  float* kept;  // receives what is not sent; null: that is lost
+  float* mask;  // set to zero where an entry was sent (DGC's momentum); may be null
+};
+
+// A vector to select from and to write as a section.
+struct SectionInput {
+  uint32_t id;
+  Vector vector;
+  Target target;
+  Format format;
+  Rounding rounding;
+};
+
+// Entries of a section that were selected elsewhere: ascending positions below n.
+struct EntriesInput {
+  uint32_t id;
+  const uint64_t* positions;
+  const float* values;
+  uint64_t count;
+  size_t n;
+  float* sent;  // receives the values as the receiver reads them
+  Format format;
+  Rounding rounding;
 };
 
 struct Written {
   uint64_t sent = 0;      // entries in the frame
-  uint64_t selected = 0;  // entries that passed the selection
-  uint64_t ties = 0;      // of those allowed, not used
-  double magnitudes = 0;  // sum of |x| of the selected ones
+  uint64_t selected = 0;  // entries that passed the cutoff
+  uint64_t ties = 0;      // allowed ones that are left
+  double magnitudes = 0;  // sum of |x| over the selected entries
 };
 
 class Writer {
  public:
   Writer(uint8_t* buffer, size_t capacity);
 
-  // reserve: bytes to leave free for sections still to come.
-  Written add_selected(uint32_t id, const Source&, size_t n, const Target&, Cut, Format, Rounding, size_t reserve);
-  Written add_strata(uint32_t id, const Source&, size_t n, const Target&, uint64_t count, uint64_t seed, Format,
-                     Rounding, size_t reserve);
-  // The same into several frames, each with its owner's share of the vector; reserves are the owners', too.
-  static Written add_dealt(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, const Deal&,
-                           uint32_t id, const Source&, size_t n, const Target&, Cut, Format, Rounding);
-  // Entries chosen elsewhere (a GPU's twin, an exchange): ascending positions below n. With `strata` the positions
-  // are those of the seed, and only the seed is written.
-  Written add_entries(uint32_t id, const uint64_t* positions, const float* values, uint64_t count, size_t n,
-                      float* sent, bool strata, uint64_t seed, Format, Rounding, size_t reserve);
-  size_t finish(uint8_t flags, bool pad = false);  // returns the frame's length; pad: zeros follow, to the end
+  // reserve: bytes to keep free for later sections.
+  Written add_selected(const SectionInput&, Cutoff, size_t reserve);
+  // One entry of each of `count` strata.
+  Written add_strata(const SectionInput&, uint64_t count, uint64_t seed, size_t reserve);
+  // As add_selected, into one frame per owner, each with its owner's share of the vector.
+  static Written add_parts(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, const Partition&,
+                           const SectionInput&, Cutoff);
+  // Returns how many entries found room. With a seed the positions are those of the seed's strata, and only the seed is
+  // written.
+  uint64_t add_entries(const EntriesInput&, std::optional<uint64_t> seed, size_t reserve);
+  // Returns the frame's length. pad: fill the rest of the buffer with zeros.
+  size_t finish(uint8_t flags, bool pad = false);
 
  private:
   friend class ShardWriter;
   bool open(uint32_t id, Format, Indexing, uint64_t n, uint64_t seed, size_t reserve);
   void close(uint64_t count);
-  // Writes one block of n entries, or of as many as fit; returns how many were written.
+  // Writes one block of n entries, or of as many as fit; returns how many.
   size_t block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent);
   bool strata_fit(uint64_t count) const;
   class Stream;
 
   uint8_t* buffer_;
   size_t capacity_;
-  size_t limit_ = 0;  // capacity less the present section's reserve
+  size_t limit_ = 0;  // capacity minus the reserve of the current section
   size_t used_ = kHeaderBytes;
   uint32_t sections_ = 0;
-  // The section being written.
+  // The current section.
   Format format_{};
   Rounding rounding_{};
   size_t count_at_ = 0;

@@ -24,7 +24,7 @@ from papers.files import fingerprint, provenance, read_json, save, save_json
 from papers.study import StudyError
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection
-from thinwire.codec.frame import Frame, frames_of
+from thinwire.codec.frame import Frame, read_frames
 from thinwire.errors import ThinwireError
 from thinwire.tools.recipes.recipe import DataOrder, Recipe, Split, Splits, classify
 
@@ -124,7 +124,7 @@ class Cluster:
         corrected = setting.codec is not None and isinstance(setting.codec.feedback, MomentumCorrection)
         self.optimizer = recipe.optimizer(self.model, lr=setting.lr, momentum=0.0 if corrected else setting.momentum)
         self.order = DataOrder(len(train), batch=setting.batch, workers=setting.workers, seed=setting.seed)
-        self.codecs = [setting.codec.fresh() for _ in range(setting.workers)] if setting.codec is not None else []
+        self.codecs = [setting.codec.copy() for _ in range(setting.workers)] if setting.codec is not None else []
         self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.numels = [p.numel() for p in self.parameters]
@@ -188,7 +188,7 @@ class Cluster:
         else:
             sent = list(self._pool.map(self._compute_and_encode, workers))
         self.frames = [frame for _, frame in sent]
-        frames = frames_of(self.frames, [self.numels])
+        frames = read_frames(self.frames, [self.numels])
         if frames.non_finite:
             return StepResult(math.nan, 0.0, 0.0)
         means = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self.parameters]

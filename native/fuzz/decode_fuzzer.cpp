@@ -1,5 +1,5 @@
-// Coverage-guided fuzzing of what reads frames: any bytes are either refused or read within bounds, and the sum of
-// frames, frames read in turns and the reader of shards find the same in them.
+// Coverage-guided fuzzing of the readers. Any bytes are either refused or read within bounds; the sum of frames, frames
+// read in turns and the reader of shards give the same entries.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -23,7 +23,7 @@ void require(bool holds) {
   if (!holds) std::abort();
 }
 
-// A true length and checksum: else every mutation would stop there.
+// Sets the correct length and checksum. Otherwise almost every mutation would be refused because of them.
 void repair(std::vector<uint8_t>& frame) {
   if (frame.size() < kHeaderBytes) return;
   const uint64_t length = frame.size();
@@ -61,7 +61,7 @@ Entries entries_of(const Reader& reader) {
   return found;
 }
 
-// Two frames in turns: what is found, or said of the first bad one, is the same as alone.
+// Reads two frames in turns. The entries, or the error of the first bad frame, are the same as for each frame alone.
 void read_together(const std::vector<uint8_t>& one, const std::vector<uint8_t>& other,
                    const std::vector<uint64_t>& numels, bool trailing) {
   const std::vector<Message> messages = {{one.data(), one.size(), &numels}, {other.data(), other.size(), &numels}};
@@ -94,7 +94,7 @@ Outs room(const std::vector<uint64_t>& numels) {
   return outs;
 }
 
-// What a reader adds to zeros.
+// Returns what a reader adds to zeros.
 Outs added(const Reader& reader, const std::vector<uint64_t>& numels) {
   Outs outs = room(numels);
   for (const Section& s : reader.sections()) reader.add(s, outs[s.id].data(), 1.0f);
@@ -104,12 +104,12 @@ Outs added(const Reader& reader, const std::vector<uint64_t>& numels) {
 void sum_one(const Reader& reader, const std::vector<uint64_t>& numels) {
   Outs outs = room(numels);
   std::vector<Sum> sums;
-  for (size_t i = 0; i < numels.size(); ++i) sums.push_back({outs[i].data(), numels[i], Deal{}});
+  for (size_t i = 0; i < numels.size(); ++i) sums.push_back({outs[i].data(), numels[i], Partition{}});
   sum_frames({&reader}, sums, 1.0f);
   require(outs == added(reader, numels));
 }
 
-// The frame as a shard that begins some elements into its first tensor.
+// Reads the frame as a shard that begins some elements into its first tensor.
 void read_shard(const std::vector<uint8_t>& frame, std::vector<uint64_t> numels, bool exact, const Outs& expected) {
   constexpr uint32_t kBegin = 7;
   const uint32_t place[2] = {exact ? kExact : 0, kBegin};

@@ -18,7 +18,7 @@ from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits, Float32, Sign, Values
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import Splits
-from thinwire.tune.presets import codec_for
+from thinwire.tune.presets import resolve_codec
 
 WORKERS = 4
 MNIST_SPEEDUP, TRANSLATION_SPEEDUP = 1.49, 1.22  # the paper's
@@ -162,7 +162,7 @@ def lab_ms(lab: Any, name: str, codec: Codec | None) -> float | None:
     method = LAB.get(name)
     if not lab or method is None:
         return None
-    if codec is not None and codec_for(method).values != codec.values:
+    if codec is not None and resolve_codec(method).values != codec.values:
         return None
     ms: float = lab[method]["ms"]
     return ms

@@ -88,7 +88,7 @@ class Host:
     def __init__(self, method: str, batch: int, chain: Chain) -> None:
         torch.manual_seed(0)
         self.model = cuda_convnet()
-        self.codec: Codec | None = None if method == "dense" else PAPER[method].fresh()
+        self.codec: Codec | None = None if method == "dense" else PAPER[method].copy()
         self.names = [name for name, _ in self.model.named_parameters()]
         self.numels = [p.numel() for p in self.model.parameters()]
         self.master, self.world = dist.get_rank() == 0, dist.get_world_size()

@@ -38,7 +38,7 @@ from thinwire.tools.race.served_process import Served
 from thinwire.tools.race.train_served import ServedTraining
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import Recipe, Splits
-from thinwire.tune.presets import codec_for
+from thinwire.tune.presets import resolve_codec
 
 
 def study(workspace: Workspace) -> Study:
@@ -58,7 +58,7 @@ def study(workspace: Workspace) -> Study:
     testbed = LabTestbed("cifar10", workspace.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
     paper, served, ring = _step_times(workspace, testbed, workspace.load(recipe))
     method = THINWIRE[workspace.full]
-    run = ConfirmationRun(_workers_only(testbed), method, codec_for(method), 0.35, 300, 10, 1000)
+    run = ConfirmationRun(_workers_only(testbed), method, resolve_codec(method), 0.35, 300, 10, 1000)
     confirm_claims, confirm_tables = confirm(workspace, run, ring)
     times = findings.times_of(seeds, paper, served, ring)
     claims = [*findings.time_claims(times, seeds, workspace.full), *findings.epoch_claims(seeds, workspace.full)]
@@ -220,7 +220,7 @@ def _seeds(workspace: Workspace, recipe: Recipe, splits: Splits) -> dict[str, Se
     curves: dict[str, dict[int, Curve]] = {name: {} for name in methods}
     for seed in range(SEEDS[workspace.full]):  # in this order, methods can be compared after the first seed
         for name, (push, _) in methods.items():
-            codec = None if push == "dense" else codec_for(push)
+            codec = None if push == "dense" else resolve_codec(push)
             setting = TrainingSetting(WORKERS, BATCH, LR, 0.0, codec, seed=seed)
             curve = workspace.train(findings.run_name(name, seed), recipe, splits, setting, goal)
             if curve is not None:
@@ -250,7 +250,7 @@ def _intervals(recipe: Recipe, splits: Splits, steps: int) -> dict[str, Any]:
     """
     found = {}
     for name, codec in (
-        ("percentile90", codec_for("percentile90")),
+        ("percentile90", resolve_codec("percentile90")),
         ("percentile90 with error feedback", Codec(Percentile(90), Bits(8))),
         ("thinwire at 1 %", Codec(TopK(0.01), Bits(8))),
     ):

@@ -120,7 +120,7 @@ def _chooser(selection: Selection, gradient: Tensor) -> Callable[[], object]:
     state: dict[str, float] = {}
     steps = itertools.count()
     vector = Vector(gradient, None, 1.0, None, None)
-    return lambda: selection.cut(NativeGroup([vector]), step=next(steps), key=0, state=state)
+    return lambda: selection.select(NativeGroup([vector]), step=next(steps), key=0, state=state)
 
 
 def _median_seconds(way: Callable[[], object]) -> float:

@@ -1,16 +1,25 @@
 from collections.abc import Sequence
 
-# (address of the gradient, dtype code, address of the memory or 0, decay, numel)
-Described = tuple[int, int, int, float, int]
-# (address, dtype code, numel)
-Plain = tuple[int, int, int]
+# (address, dtype code, number of elements)
+ArrayArgs = tuple[int, int, int]
+# (address of the gradient, dtype code, address of the residual or 0, decay, number of elements)
+VectorArgs = tuple[int, int, int, float, int]
+# (id, vector, address of what is kept or 0, address of the mask or 0, format, whether rounding is stochastic, its seed)
+SectionArgs = tuple[int, VectorArgs, int, int, int, bool, int]
+# (id, addresses of positions and values, how many, elements of the tensor, address for the values as sent, format,
+# whether rounding is stochastic, its seed)
+EntriesArgs = tuple[int, int, int, int, int, int, int, bool, int]
+# (address, number of elements, world, first) of a sum
+SumArgs = tuple[int, int, int, int]
 # (entries sent, entries selected, ties left, sum of selected magnitudes)
 Written = tuple[int, int, int, float]
 
 BLOCK: int
 BINS: int
+BIN_SHIFT: int
 HEADER_BYTES: int
-DEAL: int
+PARTITION_BLOCK: int
+SAMPLED_ABOVE: int
 
 def avx2(on: bool) -> None: ...
 def avx2_in_use() -> bool: ...
@@ -18,84 +27,40 @@ def avx2_available() -> bool: ...
 def crc32c(data: int, size: int) -> int: ...
 def mix(x: int) -> int: ...
 def strata_positions(seed: int, count: int, n: int, out: int) -> None: ...
+def entry_count(density: float, n: int, /) -> int: ...
+def sample_size(density: float, n: int, /) -> int: ...
+def allowed_ties(threshold: float, missing: float, n: int, /) -> int: ...
 def sampled_thresholds(
-    vectors: Sequence[Described], densities: Sequence[float], wanted: int, seed: int
+    vectors: Sequence[VectorArgs], densities: Sequence[float], wanted: int, seed: int
 ) -> list[tuple[float, float]]: ...
-def histogram(vectors: Sequence[Described], wanted: int, seed: int, out: int) -> tuple[int, int]: ...
-def moments(vector: Described, wanted: int, seed: int) -> tuple[int, float, float, float]: ...
-def select(vectors: Sequence[Described], rank: int) -> tuple[float, int, int]: ...
-def order_statistic(vectors: Sequence[Described], rank: int) -> tuple[float, int, int, bool]: ...
-def all_zero(arrays: Sequence[Plain]) -> list[int]: ...
-def first_not_finite(arrays: Sequence[Plain]) -> int: ...
-def accumulate(vector: Described) -> None: ...
-def accumulate_momentum(vector: Described, u: int, v: int, momentum: float, nesterov: bool) -> None: ...
+def histogram(vectors: Sequence[VectorArgs], wanted: int, seed: int, out: int) -> tuple[int, int]: ...
+def moments(vector: VectorArgs, wanted: int, seed: int) -> tuple[int, float, float, float]: ...
+def select(vectors: Sequence[VectorArgs], rank: int) -> tuple[float, int, int]: ...
+def order_statistic(vectors: Sequence[VectorArgs], rank: int) -> tuple[float, int, int, bool]: ...
+def all_zero(arrays: Sequence[ArrayArgs]) -> list[int]: ...
+def first_not_finite(arrays: Sequence[ArrayArgs]) -> int: ...
+def accumulate(vector: VectorArgs) -> None: ...
+def accumulate_momentum(vector: VectorArgs, u: int, v: int, momentum: float, nesterov: bool) -> None: ...
 def block_bytes(format: int, n: int) -> int: ...
 def section_bytes(id: int, n: int, strata: bool) -> int: ...
 
-# (vector, address of what is held or 0, whether it travels whole, format, reserve)
-Encodable = tuple[Described, int, bool, int, int]
-
 class Encoder:
-    def __init__(self, tensors: Sequence[Encodable]) -> None: ...
-    def encode(self, density: float, step: int, room: int, capacity: int) -> tuple[int, int, list[int]]: ...
+    def __init__(self, tensors: Sequence[tuple[SectionArgs, bool, int]]) -> None: ...
+    def encode(self, density: float, step: int, buffer: int, capacity: int) -> tuple[int, int, list[int]]: ...
 
 class Writer:
     def __init__(self, buffer: int, capacity: int) -> None: ...
-    def add_selected(
-        self,
-        id: int,
-        vector: Described,
-        held: int,
-        mask: int,
-        threshold: float,
-        ties: int,
-        format: int,
-        stochastic: bool,
-        seed: int,
-        reserve: int,
-    ) -> Written: ...
-    def add_strata(
-        self,
-        id: int,
-        vector: Described,
-        held: int,
-        mask: int,
-        count: int,
-        strata: int,
-        format: int,
-        stochastic: bool,
-        seed: int,
-        reserve: int,
-    ) -> Written: ...
-    def add_entries(
-        self,
-        id: int,
-        positions: int,
-        values: int,
-        count: int,
-        n: int,
-        sent: int,
-        is_strata: bool,
-        strata: int,
-        format: int,
-        stochastic: bool,
-        seed: int,
-        reserve: int,
-    ) -> Written: ...
+    def add_selected(self, section: SectionArgs, threshold: float, ties: int, reserve: int) -> Written: ...
+    def add_strata(self, section: SectionArgs, count: int, seed: int, reserve: int) -> Written: ...
+    def add_entries(self, entries: EntriesArgs, seed: int | None, reserve: int) -> int: ...
     @staticmethod
-    def add_dealt(
+    def add_parts(
         owners: Sequence[Writer],
         reserves: Sequence[int],
         first: int,
-        id: int,
-        vector: Described,
-        held: int,
-        mask: int,
+        section: SectionArgs,
         threshold: float,
         ties: int,
-        format: int,
-        stochastic: bool,
-        seed: int,
     ) -> Written: ...
     def finish(self, flags: int, pad: bool) -> int: ...
 
@@ -124,30 +89,8 @@ class Reader:
 
 class ShardWriter:
     def __init__(self, budget: int, exact: bool) -> None: ...
-    def add_selected(
-        self,
-        tensor: int,
-        vector: Described,
-        held: int,
-        mask: int,
-        threshold: float,
-        ties: int,
-        format: int,
-        stochastic: bool,
-        seed: int,
-    ) -> Written: ...
-    def add_entries(
-        self,
-        tensor: int,
-        positions: int,
-        values: int,
-        count: int,
-        n: int,
-        sent: int,
-        format: int,
-        stochastic: bool,
-        seed: int,
-    ) -> None: ...
+    def add_selected(self, section: SectionArgs, threshold: float, ties: int) -> Written: ...
+    def add_entries(self, entries: EntriesArgs) -> None: ...
     def finish(self) -> list[bytes]: ...
 
 class ShardReader:
@@ -166,13 +109,13 @@ class Frames:
     def lengths(self) -> list[int]: ...
     @property
     def non_finite(self) -> list[int]: ...
-    def sum(self, sums: Sequence[tuple[int, int, int, int]], weight: float) -> None: ...
+    def sum(self, sums: Sequence[SumArgs], weight: float) -> None: ...
 
 def share_of(n: int, world: int, first: int, owner: int) -> int: ...
-def sum_frames(frames: Sequence[Reader], sums: Sequence[tuple[int, int, int, int]], weight: float) -> None: ...
+def sum_frames(frames: Sequence[Reader], sums: Sequence[SumArgs], weight: float) -> None: ...
 def add_share(whole: int, n: int, world: int, first: int, owner: int, share: int) -> None: ...
 
-# (session, counter, nonce, what is in the clear, what is sealed)
+# (session, counter, nonce, header in clear text, encrypted contents)
 Split = tuple[int, int, bytes, bytes, bytes]
 
 def receive_datagrams(
@@ -184,7 +127,7 @@ def split_datagram(datagram: bytes, prefix: bytes, least: int) -> Split | None: 
 DATA: int
 DATA_BYTES: int
 
-# message, count, head, pieces by index, how many came twice, the least time of flight, the first and last arrival
+# (message, count, head, pieces by index, how many arrived twice, the shortest time of flight, first and last arrival)
 Group = tuple[int, int, bytes, dict[int, bytes], int, float, float, float]
 
 def pack_data(

@@ -1,4 +1,4 @@
-"""Cases that the codec's tests share: gradients of many kinds, formats, memories, and a look into a codec."""
+"""What the codec's tests share: gradients of many kinds, selections, value formats and feedbacks."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from thinwire.codec.feedback import Feedback
 from thinwire.codec.selection import Selection
 from thinwire.codec.values import Values
 
-# Deadlines measure the machine, not the code.
+# There are no deadlines: they would measure the machine.
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 VALUES: list[Values] = [
@@ -36,7 +36,7 @@ FEEDBACKS: list[Feedback] = [
     tw.MomentumCorrection(0.9),
     tw.MomentumCorrection(0.5, nesterov=True),
 ]
-# Both twins compute the same cut from the same vector with these.
+# With these selections the kernels and torch operations choose the same entries.
 EXACT: list[Selection] = [
     tw.TopK(0.01, exact=True),
     tw.TopK(0.3, exact=True),
@@ -80,7 +80,7 @@ def _zero(n: int, g: torch.Generator) -> Tensor:
 
 
 def _wide(n: int, g: torch.Generator) -> Tensor:
-    """Magnitudes over float16's whole range, subnormals included."""
+    """Return magnitudes over the whole range of float16, subnormals included."""
     exponents = torch.randint(-24, 16, (n,), generator=g)
     return torch.ldexp(torch.randn(n, generator=g).clamp(-1.9, 1.9), exponents)
 
@@ -91,13 +91,13 @@ sizes = st.lists(st.sampled_from([0, 1, 2, 7, 8, 31, 33, 200, 511, 512, 513, 150
 
 
 def gradients(shapes: list[int], dtype: torch.dtype, kind: int, seed: int) -> dict[str, Tensor]:
-    """One step's gradients: tensors named by their place."""
+    """Return the gradients of one step, named by their index."""
     generator = torch.Generator().manual_seed(seed)
     made = [KINDS[(kind + i) % len(KINDS)](n, generator).to(dtype) for i, n in enumerate(shapes)]
     return {f"t{i}": t for i, t in enumerate(made)}
 
 
 def positions_of(frame: tw.codec.Frame, numels: list[int]) -> dict[int, Tensor]:
-    """The positions that travelled, by tensor."""
+    """Return the positions that were sent, by tensor."""
     reader = tw.codec.FrameReader(frame, numels)
     return {s.id: reader.entries(s)[0] for s in reader.sections}

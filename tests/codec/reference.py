@@ -1,6 +1,6 @@
 """A reader and a writer of frames in plain Python and torch, as docs/wire-format.md describes them.
 
-Slow and simple on purpose: it shares no code with the kernels, so equal bytes mean two implementations agree.
+It is slow and simple, and shares no code with the kernels: equal bytes mean that two implementations agree.
 """
 
 import struct
@@ -75,7 +75,7 @@ def strata_positions(seed: int, count: int, numel: int) -> list[int]:
 
 
 def fixed_mean(magnitudes: Tensor, largest: Tensor) -> Tensor:
-    """The mean by whole numbers of 2^(e - 24), where the block's largest magnitude is below 2^e."""
+    """Return the mean in integer multiples of 2^(e - 24), where the block's largest magnitude is below 2^e."""
     if not len(magnitudes):
         return torch.tensor(0.0)
     exponent = int(torch.frexp(largest).exponent)
@@ -84,7 +84,7 @@ def fixed_mean(magnitudes: Tensor, largest: Tensor) -> Tensor:
 
 
 def quantise(values: Tensor, code: int, rounding: int | None, counter: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and the two scales of a block."""
+    """Return the codes and the two scales of a block."""
     nothing = torch.tensor(0.0)
     values = values.clamp(-LARGEST, LARGEST)
     magnitudes, negative = values.abs(), values.signbit()

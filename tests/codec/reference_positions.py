@@ -1,4 +1,4 @@
-"""The positions of a block as Golomb codes of gaps, in plain Python: the part of `reference` that deals in bits."""
+"""The positions of a block as Golomb codes of gaps, in plain Python: the bit-level part of `reference`."""
 
 
 def divisor(parameter: int) -> tuple[int, int]:

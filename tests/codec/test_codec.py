@@ -1,4 +1,4 @@
-"""The codec as a user meets it: what was sent and what is held back make up the gradient."""
+"""The codec's main promise: what is sent and what is kept in the residual add up to the gradient."""
 
 import pytest
 import torch
@@ -28,20 +28,20 @@ def test_nothing_is_lost(selection: Selection, kernels: Kernels, scope: Scope) -
     torch.manual_seed(0)
     codec = tw.Codec(selection, tw.Float32(), kernels=kernels, scope=scope)
     shapes = {"w": (300, 40), "b": (40,), "v": (5000,), "none": (0,)}
-    held = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    kept = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for _ in range(4):
         gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
         frame = codec.encode(gradients)
         sent = tw.Codec.decode(frame, gradients)
         for name, gradient in gradients.items():
             now = codec.residuals(name)["residual"].view(gradient.shape)
-            assert torch.equal(sent[name] + now, held[name] + gradient)
-            held[name] = now.clone()
+            assert torch.equal(sent[name] + now, kept[name] + gradient)
+            kept[name] = now.clone()
         assert torch.equal(sent["b"], sent["b"]) and not codec.residuals("b")["residual"].any()
 
 
 @pytest.mark.parametrize("feedback", [tw.NoFeedback(), tw.ErrorFeedback(0.9), tw.MomentumCorrection(0.9)], ids=str)
-def test_non_finite_input_is_reported_and_leaves_the_memory_alone(feedback: Feedback) -> None:
+def test_non_finite_input_is_reported_and_changes_no_residual(feedback: Feedback) -> None:
     codec = tw.Codec(0.1, feedback=feedback)
     codec.encode({"a": torch.randn(3000), "b": torch.randn(10)})
     before = codec.state_dict()
@@ -58,8 +58,8 @@ def test_non_finite_input_is_reported_and_leaves_the_memory_alone(feedback: Feed
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_tensors_that_travel_whole_keep_their_momentum(kernels: Kernels) -> None:
-    """Masking is for entries that travel late; a bias that travels at every step has plain momentum."""
+def test_tensors_that_are_sent_whole_keep_their_momentum(kernels: Kernels) -> None:
+    """Masking is for entries that are sent late; a bias that is sent at every step has ordinary momentum."""
     codec = tw.Codec(tw.TopK(0.01), tw.Float32(), tw.MomentumCorrection(0.9), kernels=kernels)
     gradients = {"bias": torch.ones(4), "weight": torch.ones(4000)}
     sent = [tw.Codec.decode(codec.encode(gradients), gradients)["bias"] for _ in range(3)]

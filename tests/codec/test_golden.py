@@ -1,4 +1,4 @@
-"""Golden frames decode to the same values for ever, by the kernels and by the reference."""
+"""The kernels and the reference decode the golden frames to the values that are stored with them."""
 
 import json
 from pathlib import Path
@@ -25,11 +25,11 @@ def test_golden_frame(path: Path) -> None:
     assert reader.non_finite == expected["non_finite"]
     by_hand = reference.read_frame(data)
     assert len(reader.sections) == len(expected["sections"]) == len(by_hand)
-    for section, words, part in zip(reader.sections, expected["sections"], by_hand, strict=True):
-        values = torch.tensor([float.fromhex(v) for v in words["values"]])
+    for section, stored, part in zip(reader.sections, expected["sections"], by_hand, strict=True):
+        values = torch.tensor([float.fromhex(v) for v in stored["values"]])
         positions, found = reader.entries(section)
-        assert (section.id, section.format, section.strata) == (words["id"], words["format"], words["strata"])
-        assert positions.tolist() == words["positions"] == part.positions
+        assert (section.id, section.format, section.strata) == (stored["id"], stored["format"], stored["strata"])
+        assert positions.tolist() == stored["positions"] == part.positions
         assert torch.equal(found, values) and torch.equal(part.values, values)
         out = torch.zeros(section.numel)
         outs = [out if i == section.id else torch.zeros(n) for i, n in enumerate(expected["numels"])]

@@ -1,4 +1,4 @@
-"""Bytes are validated before they are believed: a wrong frame is a FrameError that says what, and changes nothing."""
+"""Frames are validated before anything is written: a wrong frame raises a FrameError that names the fault."""
 
 import struct
 
@@ -22,7 +22,7 @@ def small_frame() -> bytes:
 
 
 def fixed(frame: bytes) -> bytes:
-    """The same bytes with a true length and a valid checksum."""
+    """Return the same bytes with the correct length and checksum."""
     body = bytearray(frame)
     body[16:24] = struct.pack("<Q", len(body))
     view = torch.frombuffer(body[:12] + body[16:], dtype=torch.uint8)
@@ -36,7 +36,7 @@ def framed(*sections: bytes, count: int | None = None) -> bytes:
 
 
 def refused(data: bytes, numels: list[int] = NUMELS) -> str:
-    """The message of the error; outputs must be as they were."""
+    """Return the message of the error; the outputs must not change."""
     outs = [torch.full((n if n < 10_000 else 0,), 7.0) for n in numels]
     with pytest.raises(tw.FrameError) as caught:
         tw.codec.FrameReader(tw.codec.Frame.from_bytes(data), numels).add_to(outs)
@@ -44,7 +44,7 @@ def refused(data: bytes, numels: list[int] = NUMELS) -> str:
     return str(caught.value)
 
 
-def test_the_frame_itself_is_good() -> None:
+def test_the_unchanged_frame_is_valid() -> None:
     assert fixed(small_frame()) == small_frame()
     assert [s.count for s in tw.codec.FrameReader(tw.codec.Frame.from_bytes(small_frame()), NUMELS).sections] == [
         30,
@@ -70,7 +70,7 @@ def test_every_bit_flipped() -> None:
 
 
 def test_every_bit_flipped_with_a_valid_checksum() -> None:
-    """The rest of the checks alone: either refused, or well-formed and inside of the tensors."""
+    """With a valid checksum a frame is either refused or well-formed, with positions inside of the tensors."""
     frame = small_frame()
     for bit in range(8 * 24, 8 * len(frame)):
         bad = bytearray(frame)
@@ -99,7 +99,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "count beyond the tensor": (framed(section(count=b"\x59\x02")), "claims 601 entries of 600"),
     "count beyond the bytes": (framed(section(count=b"\x58\x02", rest=b"\xff")), "more entries than its bytes"),
     "huge number of sections": (framed(section(rest=RUN), count=2**32 - 1), "ends within a section's id"),
-    "section of nobody": (framed(section(id=3, rest=RUN)), "section 3 is unknown: the receiver has 3 tensors"),
+    "unknown section": (framed(section(id=3, rest=RUN)), "section 3 is unknown: the receiver has 3 tensors"),
     "repeated section": (framed(section(rest=RUN), section(rest=RUN)), "section 0 is repeated or out of order"),
     "sections out of order": (
         framed(section(id=1, numel=b"\x28", count=b"\x00"), section(rest=RUN)),
@@ -175,7 +175,7 @@ def test_lengths() -> None:
 
 
 def test_a_position_outside_is_the_error_wherever_the_frame_ends_after_it() -> None:
-    """The first fault in the order of the bytes, however many gaps the reader takes at a time."""
+    """The first fault in the order of the bytes is reported, however many gaps the reader decodes at a time."""
     bits = Bits()
     for i in range(200):  # 17 low bits after quotients of eight and, where a frame may end within them, of zero
         zeros = 0 if i % 3 == 2 else 8

@@ -1,4 +1,4 @@
-"""Nothing is lost: for every selection, value format and memory, what was sent and what is held make up the input."""
+"""Nothing is lost: for every selection, value format and feedback, what is sent and the residual make up the input."""
 
 import torch
 from hypothesis import given
@@ -24,15 +24,15 @@ choices = {
 }
 
 
-class Dgc:
-    """The memories of the papers, by torch operations, one tensor each."""
+class ReferenceFeedback:
+    """The feedbacks as the papers define them, with torch operations, for one tensor."""
 
     def __init__(self, feedback: Feedback, n: int) -> None:
         self.feedback = feedback
         self.u, self.v = torch.zeros(n), torch.zeros(n)
 
     def accumulated(self, g: Tensor) -> Tensor:
-        """What is selected from; the state is advanced as if nothing travelled."""
+        """Return the vector to select from, and advance the state as if nothing were sent."""
         feedback = self.feedback
         if isinstance(feedback, tw.MomentumCorrection):
             if feedback.nesterov:
@@ -49,12 +49,12 @@ class Dgc:
 
     def sent(self, positions: Tensor, values: Tensor, *, late: bool) -> None:
         self.v[positions] -= values
-        if late:  # small tensors travel whole at every step: nothing to mask
+        if late:  # small tensors are sent whole at every step: there is nothing to mask
             self.u[positions] = 0.0
 
 
 def check(codec: tw.Codec, shapes: list[int], dtype: torch.dtype, kind: int, seed: int) -> None:
-    plain = [Dgc(codec.feedback, n) for n in shapes]
+    plain = [ReferenceFeedback(codec.feedback, n) for n in shapes]
     for step in range(3):
         given_now = gradients(shapes, dtype, kind, seed + step)
         frame = codec.encode(given_now)
@@ -64,24 +64,24 @@ def check(codec: tw.Codec, shapes: list[int], dtype: torch.dtype, kind: int, see
             x = plain[i].accumulated(gradient.float())
             sent, where = decoded[name], places.get(i, torch.empty(0, dtype=torch.int64))
             plain[i].sent(where, sent[where], late=gradient.numel() >= codec.min_numel)
-            held = codec.residuals(name)
+            kept = codec.residuals(name)
             if isinstance(codec.feedback, tw.NoFeedback):
-                assert not held
+                assert not kept
                 continue
-            # What was declared sent is what arrived, to the bit ...
-            assert torch.equal(held["residual"], plain[i].v)
-            if "momentum" in held:
-                assert torch.equal(held["momentum"], plain[i].u)
-            # ... and sums up with what stayed to what was there, within the rounding of the subtraction.
-            lost = sent.double() + held["residual"].double() - x.double()
-            assert (lost.abs() <= held["residual"].double().abs() * 2.0**-24).all()
+            # The residual is the input minus what the receiver decodes, to the bit ...
+            assert torch.equal(kept["residual"], plain[i].v)
+            if "momentum" in kept:
+                assert torch.equal(kept["momentum"], plain[i].u)
+            # ... and both add up to the input, within the rounding of the subtraction.
+            lost = sent.double() + kept["residual"].double() - x.double()
+            assert (lost.abs() <= kept["residual"].double().abs() * 2.0**-24).all()
             if codec.values == tw.Float32():
                 assert not lost.any()
 
 
 @quick
 @given(feedback=st.sampled_from(FEEDBACKS), min_numel=st.sampled_from([0, 64, 1024]), **choices)
-def test_sent_and_held_make_up_the_gradient(
+def test_sent_and_kept_add_up_to_the_gradient(
     feedback: Feedback,
     min_numel: int,
     selection: Selection,
@@ -104,13 +104,13 @@ def test_every_combination_once() -> None:
                 check(tw.Codec(selection, values, feedback, min_numel=100), [3000, 17], torch.float32, 0, 1)
 
 
-def test_drop_sends_exactly_the_selected_values() -> None:
+def test_without_feedback_exactly_the_selected_values_are_sent() -> None:
     g = gradients([5000], torch.float32, 0, 3)
     sent = tw.Codec.decode(tw.Codec(tw.Threshold(1.0), tw.Float32(), tw.NoFeedback()).encode(g), g)["t0"]
     assert torch.equal(sent, torch.where(g["t0"].abs() > 1.0, g["t0"], 0.0))
 
 
-def test_dense_input_without_selection_travels_whole() -> None:
+def test_a_density_of_one_sends_everything() -> None:
     g = gradients([5000], torch.float32, 0, 4)
     codec = tw.Codec(tw.TopK(1.0), tw.Float32())
     assert torch.equal(tw.Codec.decode(codec.encode(g), g)["t0"], g["t0"])
@@ -132,7 +132,7 @@ def test_finite_sums_stay_finite() -> None:
                     assert all(t.isfinite().all() for t in codec.residuals(name).values())
 
 
-def test_one_huge_value_does_not_hold_back_its_block() -> None:
+def test_one_huge_value_does_not_spoil_its_block() -> None:
     g = torch.ones(2000)
     g[7] = 2.0**125
     codec = tw.Codec(tw.TopK(1.0), tw.Bits(8))

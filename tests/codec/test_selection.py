@@ -1,4 +1,4 @@
-"""What each selection promises: exact ones against a sort, sampled ones against the density that was asked for."""
+"""Selections: exact ones are compared with a sort, sampled ones with the density that was asked for."""
 
 import math
 from collections.abc import Callable
@@ -14,17 +14,17 @@ import thinwire as tw
 import thinwire.codec
 from tests.codec.codec_cases import KINDS, gradients, positions_of, quick
 from thinwire.codec.codec import Kernels
-from thinwire.codec.selection import Selection, count_of
+from thinwire.codec.selection import Selection, entry_count
 
 
 def selected(selection: Selection, x: Tensor, *, step: int = 0, kernels: Kernels = "native") -> Tensor:
-    """Positions that travel of one tensor."""
+    """Return the positions of one tensor that are sent."""
     codec = tw.Codec(selection, tw.Float32(), tw.NoFeedback(), min_numel=0, kernels=kernels)
     return positions_of(codec.encode({"w": x}, step=step), [x.numel()])[0]
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """Positions of the k largest magnitudes by a stable sort, zeros left out."""
+    """Return the positions of the k largest magnitudes by a stable sort, without zeros."""
     order = x.abs().sort(descending=True, stable=True).indices[:k]
     return order[x[order] != 0].sort().values
 
@@ -40,7 +40,7 @@ def largest(x: Tensor, k: int) -> Tensor:
 def test_exact_topk_is_a_stable_sort(n: int, density: float, kind: int, seed: int, kernels: Kernels) -> None:
     x = gradients([n], torch.float32, kind, seed)["t0"]
     found = selected(tw.TopK(density, exact=True), x, kernels=kernels)
-    assert torch.equal(found, largest(x, count_of(density, n)))
+    assert torch.equal(found, largest(x, entry_count(density, n)))
 
 
 @pytest.mark.parametrize("kind", range(6))
@@ -48,12 +48,12 @@ def test_exact_topk_is_a_stable_sort(n: int, density: float, kind: int, seed: in
 def test_exact_topk_of_a_large_tensor(kind: int, density: float) -> None:
     # More than 2^19 elements: the answer comes from sampled candidates, or by radix where those are too many.
     x = KINDS[kind](700_001, torch.Generator().manual_seed(kind))
-    assert torch.equal(selected(tw.TopK(density, exact=True), x), largest(x, count_of(density, len(x))))
+    assert torch.equal(selected(tw.TopK(density, exact=True), x), largest(x, entry_count(density, len(x))))
 
 
 @quick
 @given(n=st.integers(1, 4000), percent=st.floats(0, 99.99), kind=st.integers(0, 5), seed=st.integers(0, 2**31))
-def test_exact_percentile_is_numpys(n: int, percent: float, kind: int, seed: int) -> None:
+def test_exact_percentile_equals_numpy(n: int, percent: float, kind: int, seed: int) -> None:
     x = gradients([n], torch.float32, kind, seed)["t0"]
     magnitudes = x.abs().double().numpy()
     expected = np.flatnonzero(magnitudes > np.percentile(magnitudes, percent))
@@ -61,7 +61,7 @@ def test_exact_percentile_is_numpys(n: int, percent: float, kind: int, seed: int
 
 
 @pytest.mark.parametrize("n", [1000, 123_457])
-def test_exact_deviation_is_torchs(n: int) -> None:
+def test_exact_deviation_equals_torch(n: int) -> None:
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)) + 0.5
     limit = (2.0 * x.double().std(correction=0)).float()
     expected = (x.abs() > limit).nonzero().flatten()
@@ -69,7 +69,7 @@ def test_exact_deviation_is_torchs(n: int) -> None:
         assert torch.equal(selected(tw.StdDev(2.0, exact=True), x, kernels=kernels), expected)
 
 
-def _law(name: str, n: int) -> Tensor:
+def _distribution(name: str, n: int) -> Tensor:
     g = torch.Generator().manual_seed(n + len(name))
     if name == "gaussian":
         return torch.randn(n, generator=g)
@@ -78,14 +78,14 @@ def _law(name: str, n: int) -> Tensor:
     return sign * (-uniform.log() if name == "laplace" else uniform.pow(-1 / 1.2))  # Pareto: no variance at all
 
 
-@pytest.mark.parametrize("law", ["gaussian", "laplace", "pareto"])
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace", "pareto"])
 @pytest.mark.parametrize("n", [1_000_000, 4_000_000])
-def test_sampled_topk_keeps_the_density(law: str, n: int) -> None:
-    x = _law(law, n)
+def test_sampled_topk_keeps_the_density(distribution: str, n: int) -> None:
+    x = _distribution(distribution, n)
     for density in (0.1, 0.01, 0.001):
         for kernels in ("native", "torch"):
             kept = len(selected(tw.TopK(density), x, kernels=kernels))
-            assert abs(kept / (density * n) - 1.0) < 0.1, (law, n, density, kernels, kept)
+            assert abs(kept / (density * n) - 1.0) < 0.1, (distribution, n, density, kernels, kept)
     assert abs(len(selected(tw.Percentile(99.0), x)) / (0.01 * n) - 1.0) < 0.1
 
 
@@ -119,7 +119,7 @@ STREAMS: dict[str, Callable[[int, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("n", [20_000, 1_000_000])
-def test_dynamic_neither_starves_nor_floods(stream: str, n: int) -> None:
+def test_dynamic_stays_between_floor_and_ceiling(stream: str, n: int) -> None:
     codec = tw.Codec(tw.Dynamic(0.001, 0.1), tw.Float32(), tw.ErrorFeedback())
     g = torch.Generator().manual_seed(1)
     for step in range(30 if n < 100_000 else 8):
@@ -130,7 +130,7 @@ def test_dynamic_neither_starves_nor_floods(stream: str, n: int) -> None:
         assert 0.001 * n / slack - 1 <= count <= 0.1 * n * slack + 1, (step, count)
 
 
-def test_dynamic_of_nothing_and_of_one_spike() -> None:
+def test_dynamic_with_zeros_and_with_a_single_entry() -> None:
     codec = tw.Codec(tw.Dynamic(), tw.Float32(), tw.ErrorFeedback())
     noise = torch.randn(50_000)
     for step in range(5):
@@ -140,7 +140,7 @@ def test_dynamic_of_nothing_and_of_one_spike() -> None:
     assert 49 <= count <= 5001
 
 
-def test_dynamic_follows_the_mean_of_what_exceeds() -> None:
+def test_dynamic_moves_to_the_mean_of_the_sent_magnitudes() -> None:
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(2))
     codec = tw.Codec(tw.Dynamic(1e-4, 0.9, start=0.5), tw.Float32(), tw.NoFeedback())
     first = positions_of(codec.encode({"w": x}), [len(x)])[0]
@@ -161,7 +161,7 @@ def test_random_positions_agree_between_ranks_and_change_with_the_step() -> None
     seen = torch.zeros(10_000)
     for step in range(100):
         seen[selected(tw.RandomK(0.1), x, step=step)] = 1.0
-    assert seen.sum() > 9_990  # every entry gets its turn
+    assert seen.sum() > 9_990  # almost every entry is selected within 100 steps
 
 
 def test_schedules() -> None:
@@ -191,13 +191,13 @@ def test_scope() -> None:
     assert torch.equal(torch.cat([found[0], found[1] + 2000]), expected)
 
 
-def test_small_tensors_travel_whole() -> None:
+def test_small_tensors_are_sent_whole() -> None:
     g = {"w": torch.randn(5000), "b": torch.randn(1023), "edge": torch.randn(1024)}
     codec = tw.Codec(tw.TopK(0.01, exact=True), tw.Bits(2))
     frame = codec.encode(g)
     assert frame.counts == (50, 1023, 10)
     reader = tw.codec.FrameReader(frame, [5000, 1023, 1024])
-    assert [s.format for s in reader.sections] == [5, 3, 5]  # small ones are not squeezed into two bits
+    assert [s.format for s in reader.sections] == [5, 3, 5]  # small tensors keep 8 bits
     assert codec.expected_counts([5000, 1023, 1024]) == [50, 1023, 10]
 
 

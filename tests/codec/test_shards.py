@@ -1,4 +1,4 @@
-"""Shards: whatever the sizes, each fits, each reads on its own, and together they are what left the memory."""
+"""Shards: each one fits its budget and can be read alone, and together they hold what left the residual."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.codec.codec import Codec, Kernels
-from thinwire.codec.encode import ShardReader, encode_shards
+from thinwire.codec.encode import encode_shards
+from thinwire.codec.frame import ShardReader
 from thinwire.codec.selection import RandomK, Selection, TopK
 from thinwire.codec.values import Bits, Float32, Values
 from thinwire.errors import FrameError
@@ -26,14 +27,14 @@ def test_nothing_is_lost(
 ) -> None:
     codec = Codec(selection, Float32() if exact else Bits(8), kernels=kernels)
     generator = torch.Generator().manual_seed(sum(sizes))
-    held = [f"t{hold}"] if len(sizes) > 1 else []
+    skipped = [f"t{hold}"] if len(sizes) > 1 else []
     for step in range(2):
         tensors = {f"t{i}": torch.randn(n, generator=generator) for i, n in enumerate(sizes)}
         before = {
             name: codec.residuals(name).get("residual", torch.zeros(n)).clone()
             for name, n in zip(tensors, sizes, strict=True)
         }
-        made = encode_shards(codec, tensors, budget, step=step, hold=held)
+        made = encode_shards(codec, tensors, budget, step=step, hold=skipped)
         assert not isinstance(made, str)
         outs = [torch.zeros(n) for n in sizes]
         listed = 0
@@ -47,7 +48,7 @@ def test_nothing_is_lost(
         ShardReader(made[0], sizes).add_to(together)
         assert all(torch.equal(a, b) for a, b in zip(together, outs, strict=True))
         for (name, gradient), out in zip(tensors.items(), outs, strict=True):
-            if name in held:
+            if name in skipped:
                 assert not out.any()
                 continue
             left = codec.residuals(name)["residual"]
@@ -56,7 +57,7 @@ def test_nothing_is_lost(
                 assert torch.equal(torch.where(out != 0, out, left), before[name] + gradient)
 
 
-def test_entries_are_what_is_added() -> None:
+def test_entries_equal_what_is_added() -> None:
     codec = Codec(0.2)
     made = encode_shards(codec, {"a": torch.randn(5000), "b": torch.randn(30)}, 300, step=0)
     assert not isinstance(made, str) and len(made[0]) > 3
@@ -79,13 +80,13 @@ def test_kernels_and_torch_write_the_same_shards(values: Values) -> None:
     assert made[0] == made[1]
 
 
-def test_a_budget_that_holds_nothing_is_refused() -> None:
+def test_a_budget_without_room_for_an_entry_is_refused() -> None:
     for budget in (10, 32, 40):
         with pytest.raises(ValueError, match="shard"):
             encode_shards(Codec(0.2), {"a": torch.randn(2000)}, budget, step=0)
 
 
-def test_what_is_not_finite_is_named_and_what_is_broken_refused() -> None:
+def test_non_finite_tensors_are_named_and_broken_shards_refused() -> None:
     codec = Codec(0.2)
     assert encode_shards(codec, {"a": torch.tensor([1.0, float("nan")])}, 300, step=0) == "a"
     made = encode_shards(codec, {"a": torch.randn(2000)}, 300, step=0)

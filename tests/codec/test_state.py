@@ -1,4 +1,4 @@
-"""State: saved and loaded without pickle, it continues to the bit; what does not fit is refused and changes nothing."""
+"""A codec's state: training continues to the bit after loading; a state that does not fit is refused."""
 
 import threading
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_rescale(feedback: Feedback) -> None:
             codec.rescale(bad)
 
 
-def test_a_rescaled_codec_goes_on_as_if_the_unit_had_always_been_another() -> None:
+def test_a_rescaled_codec_equals_one_that_always_had_the_new_unit() -> None:
     one, two = tw.Codec(0.01, tw.Bits(8)), tw.Codec(0.01, tw.Bits(8))
     for step in range(2):
         g = gradients([5000], torch.float32, 0, step)
@@ -71,37 +71,93 @@ def test_a_rescaled_codec_goes_on_as_if_the_unit_had_always_been_another() -> No
     assert one.encode(g).tobytes() == two.encode(g).tobytes()
 
 
+class Opaque:
+    """An object that no field of a state may be."""
+
+
 def wrong_states() -> dict[str, tuple[Any, str]]:
-    good: dict[str, Any] = {"version": 1, "step": 3, "residuals": {}, "selection": {}}
-    half = {"w": {"residual": torch.zeros(5)}}
-    uneven = {"w": {"residual": torch.zeros(5), "momentum": torch.zeros(6)}}
-    poisoned = {"w": {"residual": torch.zeros(5), "momentum": torch.full((5,), float("inf"))}}
-    return {
+    good: dict[str, Any] = {"version": 2, "step": 3, "residuals": {}, "selection": {}}
+
+    def slots(momentum: Any, residual: Any = None) -> dict[str, Any]:
+        tensors = {"residual": torch.zeros(5) if residual is None else residual, "momentum": momentum}
+        return {**good, "residuals": {"w": tensors}}
+
+    wrong: dict[str, tuple[Any, str]] = {
         "empty": ({}, "version None"),
-        "later version": ({**good, "version": 2}, "version 2"),
-        "nothing inside": ({"version": 1}, "lacks residuals, selection, step"),
-        "another memory": ({**good, "residuals": half}, r"the state holds \['residual'\]"),
-        "uneven": ({**good, "residuals": uneven}, "differ in size"),
-        "not finite": ({**good, "residuals": poisoned}, "not finite"),
+        "first version": ({"version": 1}, "saved by thinwire 0.1: train on without it, or load it with thinwire 0.1"),
+        "later version": ({**good, "version": 3}, "version 3, this thinwire reads version 2"),
+        "version as text": ({**good, "version": "2"}, "version '2'"),
+        "version as a tensor": ({**good, "version": torch.tensor([2, 2])}, "version tensor"),
+        "nothing inside": ({"version": 2}, "lacks residuals, selection, step"),
+        "another feedback": (
+            {**good, "residuals": {"w": {"residual": torch.zeros(5)}}},
+            r"the state has \['residual'\]",
+        ),
+        "uneven": (slots(torch.zeros(6)), "differ in size"),
+        "not finite": (slots(torch.full((5,), float("inf"))), "not finite"),
+        "not finite in float32": (slots(torch.full((5,), 1e300, dtype=torch.float64)), "not finite"),
+        "integers": (slots(torch.zeros(5, dtype=torch.int64)), "w: the state's momentum is not a dense tensor"),
+        "sparse": (slots(torch.zeros(5).to_sparse()), "w: the state's momentum is not a dense tensor"),
+        "meta": (slots(torch.zeros(5, device="meta")), "w: the state's momentum is not a dense tensor"),
+        "negative step": ({**good, "step": -1}, "step of the codec's state"),
+        "keys that are no names": ({**good, "residuals": {3: {}}}, "the residuals of the codec's state"),
+        "learned values that are not finite": (
+            {**good, "selection": {"w": {"threshold": float("nan")}}},
+            "finite numbers",
+        ),
+        "learned values that are tensors": (
+            {**good, "selection": {"w": {"threshold": torch.ones(2)}}},
+            "finite numbers",
+        ),
     }
+    for garbage in (None, 7, "text", [1], Opaque(), True, torch.zeros(3)):
+        kind = type(garbage).__name__
+        wrong[f"state is {kind}"] = garbage, "a codec's state is a dict"
+        for field in ("residuals", "selection"):
+            wrong[f"{field} is {kind}"] = {**good, field: garbage}, f"the {field} of the codec's state"
+            wrong[f"{field} of w is {kind}"] = {**good, field: {"w": garbage}}, "w: "
+        wrong[f"residual is {kind}"] = slots(torch.zeros(3), garbage), "w: "
+        if kind != "int":
+            wrong[f"step is {kind}"] = {**good, "step": garbage}, "step of the codec's state"
+    del wrong["residual is NoneType"]  # stands for the default here
+    wrong["residual is Tensor"] = slots(torch.zeros(4), torch.zeros(3)), "differ in size"
+    return wrong
 
 
 @pytest.mark.parametrize("name", wrong_states())
 def test_a_wrong_state_is_refused_and_changes_nothing(name: str) -> None:
-    state, words = wrong_states()[name]
-    codec = tw.Codec(0.01, feedback=tw.MomentumCorrection())
+    state, message = wrong_states()[name]
+    codec = tw.Codec(tw.Dynamic(), feedback=tw.MomentumCorrection())
     run(codec, range(2))
-    before = codec.state_dict()
-    with pytest.raises(ValueError, match=words):
+    before, generation = codec.state_dict(), codec.generation
+    with pytest.raises(ValueError, match=message):
         codec.load_state_dict(state)
-    assert codec.step == 2
-    assert torch.equal(before["residuals"]["t0"]["residual"], codec.residuals("t0")["residual"])
+    after = codec.state_dict()
+    assert codec.step == 2 and codec.generation == generation and before["selection"] == after["selection"]
+    for parameter, slots in before["residuals"].items():
+        assert all(torch.equal(tensor, after["residuals"][parameter][slot]) for slot, tensor in slots.items())
+
+
+def test_a_copy_has_the_same_settings_and_no_state() -> None:
+    codec = tw.Codec(tw.TopK(0.1), tw.Bits(4), tw.ErrorFeedback(0.9), scope="global", min_numel=7, kernels="torch")
+    run(codec, range(2))
+    copy = codec.copy()
+    assert repr(copy) == repr(codec) and copy.kernels == "torch"
+    assert copy.step == 0 and not copy.residuals("t0") and not copy.learned
+
+
+def test_a_copy_may_change_settings() -> None:
+    codec = tw.Codec(tw.TopK(0.1), tw.Bits(4), tw.ErrorFeedback(0.9), scope="global", min_numel=7)
+    changed = codec.copy(feedback=tw.NoFeedback(), selection=tw.Threshold(1.0), values=tw.Sign(), scope="tensor")
+    assert repr(changed) == repr(tw.Codec(tw.Threshold(1.0), tw.Sign(), tw.NoFeedback(), min_numel=7))
+    with pytest.raises(TypeError, match="memory"):
+        codec.copy(memory=None)
 
 
 def test_a_tensor_that_changed_its_size_is_refused() -> None:
     codec = tw.Codec(0.01)
     codec.encode({"w": torch.ones(2000)})
-    with pytest.raises(ValueError, match="w: the memory holds another number of elements than the 2001"):
+    with pytest.raises(ValueError, match="w: the residual has 2000 elements, the gradient has 2001"):
         codec.encode({"w": torch.ones(2001)})
 
 
@@ -113,7 +169,7 @@ def test_layouts_do_not_matter() -> None:
 
 
 def test_two_threads_encode_as_one_does() -> None:
-    """The kernels release the GIL: two codecs at work at once must not meet."""
+    """The kernels release the GIL: two codecs that encode at the same time must not disturb each other."""
     codecs = [tw.Codec(tw.TopK(0.01), values) for values in VALUES[3:5] for _ in range(2)]
     steps = [gradients([400_000, 100], torch.float32, 0, step) for step in range(6)]
     frames: list[list[bytes]] = [[] for _ in codecs]

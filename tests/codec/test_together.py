@@ -1,4 +1,4 @@
-"""Frames that are read together, two at a time, give the sums and the errors of each one alone."""
+"""Frames that are read together, two in turns, give the same sums and errors as when they are read alone."""
 
 import random
 from itertools import accumulate
@@ -32,7 +32,7 @@ def large_frame(selection: Selection, seed: int) -> bytes:
     g = torch.Generator().manual_seed(seed)
     x = {str(i): torch.randn(n, generator=g) ** 3 for i, n in enumerate(SIZES)}
     if seed % 2:
-        x["0"][5000:15_000] = 1e4 + x["0"][5000:15_000].abs()  # a dense region among thin ones
+        x["0"][5000:15_000] = 1e4 + x["0"][5000:15_000].abs()  # a dense region among sparse ones
     return bytes(tw.Codec(selection, VALUES[seed % len(VALUES)], min_numel=64).encode(x).tobytes())
 
 
@@ -46,7 +46,7 @@ def tensor(data: bytes) -> torch.Tensor:
 
 
 def fault(data: bytes, numels: list[int]) -> str | None:
-    """What is said of the frame alone."""
+    """Return the error of the frame when it is read alone."""
     try:
         tw.codec.FrameReader(tensor(data), numels)
     except tw.FrameError as error:
@@ -57,7 +57,7 @@ def fault(data: bytes, numels: list[int]) -> str | None:
 def test_sums_are_those_of_the_frames_one_by_one() -> None:
     kinds = frames_of_all_kinds()
     draw = random.Random(1)
-    together = Frames()  # one for all, as an exchange has it
+    together = Frames()  # one object for all steps, as in an exchange
     for count in [0, 1, 2, 3, 5, 14, 40] * 3:
         frames = [tensor(draw.choice(kinds)) for _ in range(count)]
         together.read(frames, [SIZES])

@@ -1,4 +1,4 @@
-"""One frame, four makers: AVX2, portable C++, torch operations and the reference write the same bytes."""
+"""AVX2, portable C++, torch operations and the reference implementation write the same bytes."""
 
 import zlib
 from collections.abc import Iterator
@@ -41,10 +41,10 @@ def three_runs(
 
 
 def assert_same(runs: list[tuple[list[bytes], list[Tensor]]]) -> None:
-    frames, held = runs[0]
-    for other_frames, other_held in runs[1:]:
+    frames, residuals = runs[0]
+    for other_frames, other_residuals in runs[1:]:
         assert frames == other_frames
-        assert all(torch.equal(a, b) for a, b in zip(held, other_held, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(residuals, other_residuals, strict=True))
 
 
 @quick
@@ -81,7 +81,7 @@ def test_kernels_agree_for_every_format_and_selection(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_finiteness_is_seen_alike_at_every_place(dtype: torch.dtype) -> None:
+def test_non_finite_values_are_found_at_every_position(dtype: torch.dtype) -> None:
     for n in (1, 7, 8, 33, 64, 129):
         for place in range(n):
             for bad in (torch.inf, -torch.inf, torch.nan):
@@ -95,14 +95,14 @@ def test_finiteness_is_seen_alike_at_every_place(dtype: torch.dtype) -> None:
 
 
 def parts_of(frame: tw.codec.Frame, x: dict[str, Tensor], codec: tw.Codec, step: int) -> list[reference.Part]:
-    """What the reference needs to write the same frame: positions, values before rounding, seeds."""
+    """Return what the reference needs to write the same frame: positions, values before rounding, seeds."""
     numels = [t.numel() for t in x.values()]
     places = positions_of(frame, numels)
     parts = []
     for section in tw.codec.FrameReader(frame, numels).sections:
         name, positions = f"t{section.id}", places[section.id]
         part = reference.Part(section.id, section.format, section.numel, positions.tolist(), x[name][positions])
-        values = codec.small if section.numel < codec.min_numel else codec.values
+        values = codec.small_values if section.numel < codec.min_numel else codec.values
         if values.seed is not None:
             part.rounding = reference.mix(reference.mix(values.seed ^ step) ^ zlib.crc32(name.encode()))
         if section.strata:
@@ -140,17 +140,16 @@ def test_the_reference_writes_and_reads_the_same_bytes(
     places=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=1200),
     clustered=st.booleans(),
 )
-def test_any_positions_travel(numel: int, places: list[float], clustered: bool) -> None:
-    """Through the native writer and reader, with gaps of up to 62 bits, against the reference's bytes."""
+def test_any_positions_are_written_and_read(numel: int, places: list[float], clustered: bool) -> None:
+    """The native writer and reader agree with the reference for gaps of up to 62 bits."""
     scale = min(numel, 4000) if clustered else numel
     positions = sorted({int(place * scale) for place in places})
     values = torch.randn(len(positions))
     where, sent = torch.tensor(positions), torch.empty(len(positions))
     buffer = torch.empty(100_000, dtype=torch.uint8)
     writer = _native.Writer(buffer.data_ptr(), len(buffer))
-    count, *_ = writer.add_entries(
-        0, where.data_ptr(), values.data_ptr(), len(values), numel, sent.data_ptr(), False, 0, 0, False, 0, 0
-    )
+    entries = (0, where.data_ptr(), values.data_ptr(), len(values), numel, sent.data_ptr(), 0, False, 0)
+    count = writer.add_entries(entries, None, 0)
     assert count == len(values) and torch.equal(sent, values)
     frame = buffer[: writer.finish(0, False)]
     part = reference.Part(0, reference.FLOAT32, numel, positions, values)
@@ -162,7 +161,7 @@ def test_any_positions_travel(numel: int, places: list[float], clustered: bool) 
 
 @settings(max_examples=200)
 @given(x=st.floats(width=32, allow_nan=False, allow_infinity=False))
-def test_half_precision_rounds_as_torch_does(x: float) -> None:
+def test_half_precision_rounds_as_in_torch(x: float) -> None:
     g = {"w": torch.tensor([x])}
     for values, dtype in [(tw.Float16(), torch.float16), (tw.BFloat16(), torch.bfloat16)]:
         most = torch.finfo(dtype).max
@@ -170,7 +169,7 @@ def test_half_precision_rounds_as_torch_does(x: float) -> None:
         assert torch.equal(sent, g["w"].clamp(-most, most).to(dtype).float())
 
 
-def test_every_half_is_read_as_torch_reads_it() -> None:
+def test_every_half_is_read_as_in_torch() -> None:
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype, avx2 in [(d, a) for d in (torch.float16, torch.bfloat16) for a in (True, False)]:
         _native.avx2(avx2)

@@ -5,7 +5,7 @@ import torch
 import thinwire as tw
 import thinwire.exchange
 import thinwire.tune
-from thinwire.codec.encode import encode_leftover
+from thinwire.codec.encode import encode_sums
 from thinwire.exchange.base import AgreedSizes
 from thinwire.exchange.choose import choose_exchange
 from thinwire.exchange.scatter_reduce import share_out
@@ -86,9 +86,9 @@ def test_selections_without_a_density_are_not_taken_for_dense() -> None:
 def test_what_was_rounded_at_random_is_not_selected_from_again() -> None:
     rule = tw.Adaptive(tw.tune.Payload(), rule="stochastic")
     codec = tw.Codec(rule, tw.Bits(8), tw.NoFeedback())
-    second = tw.Codec(rule.again(2.0), tw.Bits(8), tw.NoFeedback())
+    second = tw.Codec(rule.for_sums(2.0), tw.Bits(8), tw.NoFeedback())
     sums = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     held = sums.clone()
-    frame = encode_leftover(second, {0: held}, ["a"], torch.empty(1 << 20, dtype=torch.uint8), step=0)
+    frame = encode_sums(second, {0: held}, ["a"], torch.empty(1 << 20, dtype=torch.uint8), step=0)
     sent = codec.decode(frame, {"a": sums})["a"]
     assert int((sent != 0).sum()) > 4900 and torch.allclose(sent + held, sums, atol=1e-6)

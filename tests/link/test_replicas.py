@@ -12,6 +12,8 @@ from tests.link import jobs
 from thinwire.tune.presets import PRESETS
 
 EXCHANGES = ["dense", "gather", "scatter-reduce", tw.exchange.Hierarchical(tw.exchange.ScatterReduce(), per_machine=2)]
+# Presets with a fixed rule: `Adaptive` has tests of its own, and "dense" leaves nothing out.
+FIXED = sorted(PRESETS.keys() - {"adaptive", "adaptive-bytes", "dense"})
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
@@ -61,7 +63,7 @@ def growing(rank: int) -> tuple[list[int], tuple[int, int], tuple[int, int]]:
 
 
 def test_replicas_are_bitwise_equal_for_every_preset_scattered(cluster: Cluster) -> None:
-    first, second = cluster.run(jobs.presets, 2, sorted(PRESETS), "scatter-reduce", 200)
+    first, second = cluster.run(jobs.presets, 2, FIXED, "scatter-reduce", 200)
     assert first == second
     assert all(buckets == 3 for _, buckets, _ in first.values())
 
@@ -96,7 +98,7 @@ def others(rank: int, exchange: str) -> dict[str, Any]:
 
 
 def test_every_preset_gathered_converges_to_the_dense_accuracy_on_equal_replicas(cluster: Cluster) -> None:
-    quick: list[str | None] = [None, *(name for name in PRESETS if name not in ("dgc", "random1"))]
+    quick: list[str | None] = [None, *(name for name in FIXED if name not in ("dgc", "random1"))]
     reached = cluster.run(jobs.converge, 2, quick, 240, 0.3)
     # Momentum 0.9 multiplies the rate by ten; a random 1 % needs 100 steps to touch every weight once.
     for name, steps, rate in (("dgc", 240, 0.1), ("random1", 700, 0.2)):
@@ -104,7 +106,7 @@ def test_every_preset_gathered_converges_to_the_dense_accuracy_on_equal_replicas
             found.update(more)
     assert reached[0] == reached[1]
     accuracies = {name: accuracy for name, (_, buckets, accuracy) in reached[0].items() if buckets == 3}
-    assert accuracies.keys() == {None, *PRESETS}
+    assert accuracies.keys() == {None, *FIXED}
     assert accuracies[None] > 0.93
     assert {name: a for name, a in accuracies.items() if a < accuracies[None] - 0.04} == {}
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
 from thinwire.tools.recipes import get_recipe
-from thinwire.tune.presets import codec_for
+from thinwire.tune.presets import resolve_codec
 
 WORKERS, BATCH, LR = 3, 8, 0.05
 
@@ -50,7 +50,7 @@ def test_dense_equals_a_mean_over_workers() -> None:
 
 
 def test_everything_sent_equals_dense() -> None:
-    dense, sparse = cluster(None), cluster(Codec(1.0, codec_for("percentile90").values))
+    dense, sparse = cluster(None), cluster(Codec(1.0, resolve_codec("percentile90").values))
     for _ in range(3):
         assert dense.step().density == 1.0
         assert sparse.step().density > 0.2  # zeros never travel
@@ -58,12 +58,12 @@ def test_everything_sent_equals_dense() -> None:
 
 
 def test_the_first_steps_may_be_dense() -> None:
-    run = cluster(codec_for("topk1"), dense_steps=2)
+    run = cluster(resolve_codec("topk1"), dense_steps=2)
     assert [run.step().density == 1.0 for _ in range(3)] == [True, True, False]
 
 
 def test_a_probe_changes_nothing() -> None:
-    one, other, seen = cluster(codec_for("topk1")), cluster(codec_for("topk1")), []
+    one, other, seen = cluster(resolve_codec("topk1")), cluster(resolve_codec("topk1")), []
 
     def probe(gradients: list[Gradients], codecs: list[Codec]) -> None:
         seen.append(len(gradients))
@@ -75,14 +75,14 @@ def test_a_probe_changes_nothing() -> None:
 
 
 def test_a_learning_rate_that_is_too_high_is_reported() -> None:
-    run = cluster(codec_for("topk1"))
+    run = cluster(resolve_codec("topk1"))
     run.optimizer.param_groups[0]["lr"] = 1e30
     with pytest.raises(Diverged, match="rate is too high"):
         for _ in range(5):
             run.step()
 
 
-@pytest.mark.parametrize("codec", [None, codec_for("topk1")], ids=str)
+@pytest.mark.parametrize("codec", [None, resolve_codec("topk1")], ids=str)
 def test_a_run_that_diverges_ends_and_says_so(codec: Codec | None, tmp_path: Path) -> None:
     wild = simulation(codec)
     curve = replace(wild, setting=replace(wild.setting, lr=1e30)).run(tmp_path)
@@ -106,16 +106,16 @@ def test_an_interrupted_run_continues_exactly(tmp_path: Path, monkeypatch: pytes
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    expected = simulation(codec_for("topk1")).run(whole)
+    expected = simulation(resolve_codec("topk1")).run(whole)
 
     def interrupt(curve: Curve, step: int) -> None:
         if step == 9:  # the checkpoint is of step 8, between two evaluations
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        simulation(codec_for("topk1")).run(parts, interrupt)
+        simulation(resolve_codec("topk1")).run(parts, interrupt)
     steps: list[int] = []
-    resumed = simulation(codec_for("topk1")).run(parts, lambda curve, step: steps.append(step))
+    resumed = simulation(resolve_codec("topk1")).run(parts, lambda curve, step: steps.append(step))
     assert steps[0] == 9 and figures(resumed) == figures(expected)
     assert sorted(p.name for p in parts.iterdir()) == ["run.json"]
 
@@ -133,7 +133,7 @@ def test_the_notes_of_a_probe_are_saved(tmp_path: Path) -> None:
     def note(curve: Curve, of: Cluster):  # type: ignore[no-untyped-def]
         return lambda gradients, codecs: curve.notes.setdefault("at", []).append(of.done)
 
-    simulation(codec_for("topk1")).run(tmp_path, probe=PeriodicProbe(5, note))
+    simulation(resolve_codec("topk1")).run(tmp_path, probe=PeriodicProbe(5, note))
     assert json.loads((tmp_path / "run.json").read_text())["curve"]["notes"] == {"at": [0, 5, 10]}
 
 
@@ -141,7 +141,7 @@ def test_real_workers_reach_the_same_accuracies(tmp_path: Path) -> None:
     testbed = LabTestbed("digits", None, hosts=2, rate=None, batch=BATCH, lr=0.02)
     real = end_to_end(ConfirmationRun(testbed, "topk1", None, 0.999, 12, 4, 200))
     recipe = get_recipe("digits")
-    setting = TrainingSetting(2, BATCH, 0.02, recipe.defaults.momentum, codec_for("topk1"))
+    setting = TrainingSetting(2, BATCH, 0.02, recipe.defaults.momentum, resolve_codec("topk1"))
     goal = Goal(12, 4, train_samples=0, test_samples=200)
     curve = Simulation("same", recipe, recipe.load(None), setting, goal).run(tmp_path)
     assert [step for step, _ in real["values"]] == curve.step
@@ -180,7 +180,7 @@ def test_dropout_is_the_same_with_any_number_of_threads(model: Callable[[int], n
         run = Cluster(
             replace(recipe, model=lambda: model(pixels)),
             train,
-            TrainingSetting(WORKERS, BATCH, LR, 0.0, codec_for("topk1")),
+            TrainingSetting(WORKERS, BATCH, LR, 0.0, resolve_codec("topk1")),
             threads=threads,
         )
         losses = [run.step().loss for _ in range(5)]

@@ -17,7 +17,7 @@ from thinwire.codec.values import Float32
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tools.recipes.recipe import TensorSplit
-from thinwire.tune.presets import codec_for
+from thinwire.tune.presets import resolve_codec
 
 
 def curve(name: str, reached: int | None, test: list[float]) -> Curve:
@@ -31,7 +31,7 @@ def test_lab_times_are_given_only_for_codecs_that_the_lab_ran() -> None:
     times = {name: gradient_dropping.lab_ms(lab, name, codec) for name, codec in gradient_dropping.MNIST.items()}
     # The lab's values are 8 bits wide, those of "90 %" and "99.9 %" 32.
     assert {name: ms for name, ms in times.items() if ms is not None} == {"dense": 10.0, "99 %, 8 bit": 40.0}
-    assert gradient_dropping.lab_ms(lab, "90 %", codec_for("percentile90-residual")) == 20.0
+    assert gradient_dropping.lab_ms(lab, "90 %", resolve_codec("percentile90-residual")) == 20.0
     assert len(gradient_dropping.lab_tables(lab)[0].rows) == 4
     found = {"dense": curve("dense", None, [0.5, 0.9]), "99 %": curve("99 %", None, [0.9, 0.9])}
     claims = {c.what: c for c in gradient_dropping.digit_claims(found, lab)}
@@ -128,7 +128,7 @@ def test_a_step_as_in_the_paper_is_gradient_descent(method: str) -> None:
     model = cuda_convnet()
     parameters = dict(model.named_parameters())
     begun = torch.nn.utils.parameters_to_vector(parameters.values()).detach().clone()
-    codecs = {rank: paper_process.PAPER["percentile90"].fresh() for rank in (1, 2)}
+    codecs = {rank: paper_process.PAPER["percentile90"].copy() for rank in (1, 2)}
     generators = {rank: torch.Generator().manual_seed(rank) for rank in (1, 2)}
     for _ in range(4):
         total = [torch.zeros_like(p) for p in parameters.values()]

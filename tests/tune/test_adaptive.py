@@ -166,7 +166,7 @@ def test_state_is_saved_and_a_change_of_unit_leaves_it() -> None:
     before = dict(codec.learned["w"])
     codec.rescale(16.0)
     assert codec.learned["w"] == before
-    again = codec.fresh()
+    again = codec.copy()
     again.load_state_dict(codec.state_dict())
     assert again.learned == codec.learned
 

@@ -1,4 +1,7 @@
-"""The codec: named tensors become a frame of bytes, and frames become tensors again."""
+"""The codec: compresses named tensors into frames with error feedback, and decodes frames.
+
+A `Codec` combines a selection (which entries are sent), a value format and a feedback (what becomes of the rest).
+"""
 
 from typing import TYPE_CHECKING
 

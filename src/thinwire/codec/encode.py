@@ -1,14 +1,17 @@
-"""Steady: gradients that stay in their places from step to step, encoded by a single call of the kernels.
+"""Encoding: the selected entries of a batch of vectors become one frame, one frame per owner, or shards.
 
-DDP's buckets are such. Frames and memories are those of `Codec.open` and `write`, to the bit; only the interpreter's
-part is missing, which takes longer than the kernels where other work has pushed it out of the caches.
+`write_batch` is the loop over the vectors. CPU vectors go through the kernels in one pass that accumulates, selects
+and writes; `section_args` is the only place that hands their addresses over. Other devices select with torch
+operations, and only the selected entries leave the device. `BucketEncoder` does everything in one call of the kernels
+for tensors that stay in place.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,463 +19,442 @@ from torch import Tensor
 from thinwire import _native
 from thinwire.codec.feedback import ErrorFeedback, NoFeedback
 from thinwire.codec.frame import Frame
-from thinwire.codec.selection import Cut, Strata, TopK, density_at
-from thinwire.codec.values import Float32, Values
-from thinwire.codec.vectors import DTYPES, Vector, plain
+from thinwire.codec.selection import Cutoff, StratifiedSample, TopK, density_at
+from thinwire.codec.values import Float32
+from thinwire.codec.vectors import DTYPES, Vector, array_args
 
 if TYPE_CHECKING:
     from thinwire.codec.codec import Codec
 
-# Lets every entry pass, zeros too: how small tensors travel whole.
-EVERYTHING = Cut(-1.0)
+# Lets every entry pass, zeros too: small tensors are sent whole.
+EVERYTHING = Cutoff(-1.0)
+
+
+class ValueCoding(NamedTuple):
+    """How the values of one section are written."""
+
+    code: int
+    stochastic: bool = False
+    seed: int = 0  # of stochastic rounding
 
 
 @dataclass
-class Chosen:
-    """A cut, the tensors' group it belongs to, and what came of it so far."""
+class Choice:
+    """What a group of tensors sends, and the entries that were selected so far."""
 
-    label: str
-    cut: Cut | Strata
-    whole: bool = False
+    label: str  # the name of the group's first tensor
+    rule: Cutoff | StratifiedSample
+    whole: bool = False  # a small tensor, of which everything is sent
     selected: int = 0
-    magnitudes: float = 0.0
+    magnitudes: float = 0.0  # the sum over the selected entries
 
-    def note(self, selected: int, ties: int, magnitudes: float) -> None:
-        """Count what one tensor took; ties that it used are not there for the next."""
+    def count(self, selected: int, ties: int, magnitudes: float) -> None:
+        """Count what one tensor selected. `ties` are left for the group's next tensor."""
         self.selected += selected
         self.magnitudes += magnitudes
-        if isinstance(self.cut, Cut):
-            self.cut = Cut(self.cut.threshold, ties)
+        if isinstance(self.rule, Cutoff):
+            self.rule = Cutoff(self.rule.threshold, ties)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where and how a section is written."""
+class Batch:
+    """The vectors of one encode, and what each of them sends."""
 
-    section: int
-    values: Values
-    seed: int  # of stochastic rounding
-    reserve: int  # bytes that sections still to come need
+    names: list[str]
+    vectors: list[Vector]
+    choices: list[Choice]  # tensors of one group share one object
+    codings: list[ValueCoding]
+    sections: list[int]  # each vector's index in the frame
+    tensors: int  # in the frame, those that send nothing included
+    step: int
+    native: bool  # whether the kernels take these vectors
 
 
-def put_native(writer: _native.Writer, place: Place, vector: Vector, chosen: Chosen) -> int:
-    """One pass of the kernels over a CPU vector; returns the entries sent."""
-    held = vector.kept.data_ptr() if vector.kept is not None else 0
+class Observer(Protocol):
+    """Receives a codec's batches, for diagnostics."""
+
+    def opened(self, batch: Batch) -> None:
+        """Called when the entries to send are chosen and nothing is written yet."""
+
+    def written(self, batch: Batch) -> None:
+        """Called when the chosen entries are in a frame and the rest is in the residual."""
+
+
+# Arguments of the kernels
+
+
+def section_args(section: int, vector: Vector, coding: ValueCoding) -> "_native.SectionArgs":
+    """Return a section as the kernels take it: addresses of the vector, its residual and mask, and the value format."""
+    kept = vector.kept.data_ptr() if vector.kept is not None else 0
     mask = vector.mask.data_ptr() if vector.mask is not None else 0
-    how = (place.values.code, place.values.seed is not None, place.seed, place.reserve)
-    cut = chosen.cut
-    if isinstance(cut, Strata):
-        written = writer.add_strata(place.section, vector.described, held, mask, cut.count, cut.seed, *how)
-    else:
-        written = writer.add_selected(place.section, vector.described, held, mask, cut.threshold, cut.ties, *how)
-    sent, selected, ties, magnitudes = written
-    chosen.note(selected, ties, magnitudes)
-    return sent
+    return section, vector.args, kept, mask, *coding
 
 
-def put_torch(writer: _native.Writer, place: Place, vector: Vector, chosen: Chosen) -> int:
-    """The same by torch operations: only the chosen entries leave the device."""
-    entries = take_entries(vector.settled(), chosen)
-    sent = SentEntries(entries)
-    count = sent.put(writer, place, vector.n, 0, len(entries.values), chosen.cut)
-    sent.leave(vector)
-    return count
-
-
-@dataclass(frozen=True)
 class Entries:
-    """Chosen entries of one vector, on the CPU: their positions in the frame, values, and places in the memory."""
+    """Selected entries of one vector, on the CPU, in ascending order."""
 
-    positions: Tensor
-    values: Tensor
-    places: Tensor
+    def __init__(self, positions: Tensor, values: Tensor) -> None:
+        self.positions = positions  # in the frame, which may be of an owner's share
+        self.places = positions  # in the vector
+        self.values = values
+        self.sent = torch.empty_like(values)  # the values as the receiver reads them
+
+    def args(self, section: int, n: int, coding: ValueCoding, low: int, high: int) -> "_native.EntriesArgs":
+        """Return the entries [low, high) as the kernels take them, for a section of n elements."""
+        positions, values = self.positions.data_ptr() + 8 * low, self.values.data_ptr() + 4 * low
+        return section, positions, values, high - low, n, self.sent.data_ptr() + 4 * low, *coding
 
 
-def take_entries(vector: Vector, chosen: Chosen) -> Entries:
-    """The entries of a settled vector that pass the cut; the memory still holds them."""
-    cut = chosen.cut
+# Selection with torch operations
+
+
+def select_entries(vector: Vector, choice: Choice) -> Entries:
+    """Return the entries of an accumulated vector that its choice selects."""
     x = vector.gradient.reshape(-1).float()
-    if isinstance(cut, Strata):
-        there, ties = strata_positions(cut, x.numel()).to(x.device), 0
+    if isinstance(choice.rule, StratifiedSample):
+        there, ties = sample_positions(choice.rule, x.numel()).to(x.device), 0
     else:
-        there, ties = positions_above(x, cut)
-    places, values = there.cpu(), x[there].cpu()
-    chosen.note(len(values), ties, float(values.abs().double().sum()))
-    return Entries(places, values, places)
+        there, ties = positions_above(x, choice.rule)
+    values = x[there].cpu()
+    choice.count(len(values), ties, float(values.abs().double().sum()))
+    return Entries(there.cpu(), values)
 
 
-class SentEntries:
-    """Entries on their way into one or several frames; those that found room leave the memory in the end."""
-
-    def __init__(self, entries: Entries) -> None:
-        self._entries = entries
-        self._sent = torch.empty_like(entries.values)
-        self._gone: list[tuple[int, int]] = []
-
-    def put(
-        self,
-        writer: _native.Writer,
-        place: Place,
-        n: int,
-        low: int,
-        high: int,
-        cut: Cut | Strata | None = None,
-    ) -> int:
-        """Write the entries [low, high) as a section of n elements; returns how many found room."""
-        count = writer.add_entries(
-            place.section,
-            self._entries.positions.data_ptr() + 8 * low,
-            self._entries.values.data_ptr() + 4 * low,
-            high - low,
-            n,
-            self._sent.data_ptr() + 4 * low,
-            isinstance(cut, Strata),
-            cut.seed if isinstance(cut, Strata) else 0,
-            place.values.code,
-            place.values.seed is not None,
-            place.seed,
-            place.reserve,
-        )[0]
-        self._gone.append((low, low + count))
-        return count
-
-    def leave(self, vector: Vector) -> None:
-        """Take what was sent out of the memory; the rounding error stays in it."""
-        gone = [range(low, high) for low, high in self._gone]
-        places, values, sent = self._entries.places, self._entries.values, self._sent
-        if sum(map(len, gone)) < len(values):
-            kept = torch.cat([torch.arange(r.start, r.stop) for r in gone])
-            places, values, sent = places[kept], values[kept], sent[kept]
-        leave(vector, places, values - sent)
+def positions_above(x: Tensor, cutoff: Cutoff) -> tuple[Tensor, int]:
+    """Return the positions of the entries that pass a cutoff, ascending, and the ties that are left."""
+    magnitudes = x.abs()
+    passing = magnitudes > cutoff.threshold
+    if not cutoff.ties:
+        return passing.nonzero().flatten(), 0
+    equal = (magnitudes == cutoff.threshold).nonzero().flatten()[: cutoff.ties]
+    passing[equal] = True
+    return passing.nonzero().flatten(), cutoff.ties - len(equal)
 
 
-def leave(vector: Vector, places: Tensor, rest: Tensor) -> None:
-    """Entries at these places were sent: only what rounding left of them stays in the memory."""
+def sample_positions(sample: StratifiedSample, n: int) -> Tensor:
+    """Return the positions that a sample's seed determines, in ascending order."""
+    positions = torch.empty(sample.count, dtype=torch.int64)
+    _native.strata_positions(sample.seed, sample.count, n, positions.data_ptr())
+    return positions
+
+
+def remove_sent(vector: Vector, entries: Entries, written: list[tuple[int, int]]) -> None:
+    """Take the ranges of entries that were written out of the residual; their rounding error stays in it."""
+    places, rest = entries.places, entries.values - entries.sent
+    if sum(high - low for low, high in written) < len(places):
+        there = torch.cat([torch.arange(low, high) for low, high in written])
+        places, rest = places[there], rest[there]
     if vector.kept is not None:
         vector.kept[places.to(vector.kept.device)] = rest.to(vector.kept.device)
     if vector.mask is not None:
         vector.mask[places.to(vector.mask.device)] = 0.0
 
 
-def positions_above(x: Tensor, cut: Cut) -> tuple[Tensor, int]:
-    """Positions of the entries that pass a cut, ascending, and the ties left over."""
-    magnitudes = x.abs()
-    passing = magnitudes > cut.threshold
-    if not cut.ties:
-        return passing.nonzero().flatten(), 0
-    equal = (magnitudes == cut.threshold).nonzero().flatten()[: cut.ties]
-    passing[equal] = True
-    return passing.nonzero().flatten(), cut.ties - len(equal)
+# Outputs: where sections are written to
 
 
-def strata_positions(strata: Strata, n: int) -> Tensor:
-    """The places that a seed stands for, in ascending order."""
-    places = torch.empty(strata.count, dtype=torch.int64)
-    _native.strata_positions(strata.seed, strata.count, n, places.data_ptr())
-    return places
+class Output(ABC):
+    """What a batch is written to."""
+
+    def takes(self, i: int, rule: Cutoff | StratifiedSample) -> bool:
+        """Whether the kernels can write the i-th vector of the batch by this rule."""
+        return isinstance(rule, Cutoff)
+
+    @abstractmethod
+    def add(self, i: int, section: "_native.SectionArgs", rule: Cutoff | StratifiedSample) -> "_native.Written":
+        """Write the i-th vector with the kernels."""
+
+    @abstractmethod
+    def add_entries(self, i: int, batch: Batch, entries: Entries) -> list[tuple[int, int]]:
+        """Write selected entries of the i-th vector; returns the ranges of them that found room.
+
+        It may reorder the entries.
+        """
 
 
-def empty_frame(culprit: str) -> Frame:
-    """The frame that tells everybody of a non-finite input."""
-    buffer = torch.empty(_native.HEADER_BYTES, dtype=torch.uint8)
-    _native.Writer(buffer.data_ptr(), len(buffer)).finish(1, False)
-    return Frame(buffer, non_finite=culprit)
+class FrameOutput(Output):
+    """One frame in a caller's buffer. `reserves[i]` bytes are kept free for the sections after the i-th."""
+
+    def __init__(self, buffer: Tensor, reserves: Sequence[int]) -> None:
+        self.buffer, self.reserves = buffer, reserves
+        self.writer = _native.Writer(buffer.data_ptr(), buffer.numel())
+
+    def takes(self, i: int, rule: Cutoff | StratifiedSample) -> bool:
+        return True
+
+    def add(self, i: int, section: "_native.SectionArgs", rule: Cutoff | StratifiedSample) -> "_native.Written":
+        if isinstance(rule, StratifiedSample):
+            return self.writer.add_strata(section, rule.count, rule.seed, self.reserves[i])
+        return self.writer.add_selected(section, rule.threshold, rule.ties, self.reserves[i])
+
+    def add_entries(self, i: int, batch: Batch, entries: Entries) -> list[tuple[int, int]]:
+        rule, count = batch.choices[i].rule, len(entries.values)
+        args = entries.args(batch.sections[i], batch.vectors[i].n, batch.codings[i], 0, count)
+        seed = rule.seed if isinstance(rule, StratifiedSample) else None
+        return [(0, self.writer.add_entries(args, seed, self.reserves[i]))]
+
+    def finish(self, *, pad: bool = False) -> Tensor:
+        """Return the bytes of the frame. `pad` fills the rest of the buffer with zeros."""
+        return self.buffer[: self.writer.finish(0, pad)]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Gradients that are in the memory, and what of them is to travel; sections are their places in the frame."""
+class Partition:
+    """Which ranks own the elements of a tensor.
 
-    names: list[str]
-    vectors: list[Vector]
-    chosen: list[Chosen]
-    sections: list[int]
-    step: int
-
-
-class Observer(Protocol):
-    """Somebody who watches a codec's batches."""
-
-    def opened(self, batch: Batch) -> None:
-        """Gradients are in the memory and what is to travel is chosen."""
-
-    def written(self, batch: Batch) -> None:
-        """What travels is in a frame, the rest in the memory."""
-
-
-@dataclass(frozen=True)
-class Deal:
-    """Who owns a tensor: all ranks block by block, the `first` of them first; or with a world of one the `first`."""
+    With a world of several ranks each owns blocks of the tensor, dealt round-robin from another rank each round;
+    `first` shifts the rounds. With a world of one the rank `first` owns the whole tensor.
+    """
 
     world: int
     first: int
 
     def share(self, n: int, owner: int) -> int:
-        """How many of n elements an owner has."""
+        """Return how many of n elements an owner has."""
         if self.world == 1:
             return n if owner == self.first else 0
         return _native.share_of(n, self.world, self.first, owner)
 
     def places(self, n: int, owner: int) -> Tensor:
-        """The positions in the whole tensor of an owner's share."""
+        """Return the positions of an owner's share in the whole tensor."""
         if self.world == 1:
             return torch.arange(n if owner == self.first else 0)
         owners, _ = self._owners(torch.arange(n))
         return (owners == owner).nonzero().flatten()
 
     def _owners(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Who owns these positions, and what they are in the owner's share."""
-        blocks = positions // _native.DEAL
+        """Return who owns these positions, and the positions in the owners' shares (as native/partition.hpp does)."""
+        blocks = positions // _native.PARTITION_BLOCK
         rounds = blocks // self.world
-        turns = ((rounds + self.first) * 2654435761 & 0xFFFFFFFF) * self.world >> 32  # as in deal.hpp
-        return (blocks + turns) % self.world, rounds * _native.DEAL + positions % _native.DEAL
+        shifts = ((rounds + self.first) * 2654435761 & 0xFFFFFFFF) * self.world >> 32
+        shares = rounds * _native.PARTITION_BLOCK + positions % _native.PARTITION_BLOCK
+        return (blocks + shifts) % self.world, shares
 
-    def split(self, entries: Entries) -> tuple[Entries, list[int]]:
-        """Entries in the order of their owners, positions those of the shares, and where each owner's begin and end."""
+    def sort(self, entries: Entries) -> list[int]:
+        """Sort entries by owner, their positions as in the owners' shares; returns where each owner's entries begin."""
         owners, positions = self._owners(entries.places)
         order = torch.argsort(owners, stable=True)
-        edges = torch.searchsorted(owners[order], torch.arange(self.world + 1)).tolist()
-        return Entries(positions[order], entries.values[order], entries.places[order]), edges
+        entries.positions, entries.places = positions[order], entries.places[order]
+        entries.values = entries.values[order]
+        edges: list[int] = torch.searchsorted(owners[order], torch.arange(self.world + 1)).tolist()
+        return edges
 
 
 @dataclass(frozen=True)
 class Part:
-    """Room for one owner's frame: a uint8 tensor that ends in zeros once the frame is in it."""
+    """The buffer for one owner's frame, a uint8 tensor; zeros follow the frame."""
 
-    room: Tensor
-    shares: list[int]  # elements of every tensor that the owner has
+    buffer: Tensor
+    shares: list[int]  # how many elements of every tensor the owner has
     reserves: list[int]  # bytes to keep free at each tensor, see Codec.reserves
+
+    def reserves_for(self, sections: list[int]) -> list[int]:
+        """Return the reserves without those for tensors that send nothing."""
+        if len(sections) == len(self.shares):
+            return self.reserves
+        found, later = [], 0
+        for at in reversed(sections):
+            found.append(later)
+            later += self.reserves[at - 1] - self.reserves[at] if at else 0
+        return found[::-1]
+
+
+class PartsOutput(Output):
+    """One frame per owner, each with the owner's share of every tensor."""
+
+    def __init__(self, partitions: Sequence[Partition], parts: Sequence[Part], sections: list[int]) -> None:
+        self._partitions = [partitions[at] for at in sections]
+        self.frames = [FrameOutput(part.buffer, part.reserves_for(sections)) for part in parts]
+
+    def takes(self, i: int, rule: Cutoff | StratifiedSample) -> bool:
+        return self._partitions[i].world == 1 or isinstance(rule, Cutoff)
+
+    def add(self, i: int, section: "_native.SectionArgs", rule: Cutoff | StratifiedSample) -> "_native.Written":
+        partition = self._partitions[i]
+        if partition.world == 1:
+            return self.frames[partition.first].add(i, section, rule)
+        assert isinstance(rule, Cutoff)
+        writers, reserves = [frame.writer for frame in self.frames], [frame.reserves[i] for frame in self.frames]
+        return _native.Writer.add_parts(writers, reserves, partition.first, section, rule.threshold, rule.ties)
+
+    def add_entries(self, i: int, batch: Batch, entries: Entries) -> list[tuple[int, int]]:
+        partition = self._partitions[i]
+        if partition.world == 1:
+            return self.frames[partition.first].add_entries(i, batch, entries)
+        edges = partition.sort(entries)
+        written = []
+        for owner, frame in enumerate(self.frames):
+            share, low, high = partition.share(batch.vectors[i].n, owner), edges[owner], edges[owner + 1]
+            if share:
+                args = entries.args(batch.sections[i], share, batch.codings[i], low, high)
+                written.append((low, low + frame.writer.add_entries(args, None, frame.reserves[i])))
+        return written
+
+
+class ShardOutput(Output):
+    """Shards: frames of at most `budget` bytes, any of which may be lost. Shards list random positions as well."""
+
+    def __init__(self, budget: int, *, exact: bool = False) -> None:
+        self.writer = _native.ShardWriter(budget, exact)
+
+    def add(self, i: int, section: "_native.SectionArgs", rule: Cutoff | StratifiedSample) -> "_native.Written":
+        assert isinstance(rule, Cutoff)
+        return self.writer.add_selected(section, rule.threshold, rule.ties)
+
+    def add_entries(self, i: int, batch: Batch, entries: Entries) -> list[tuple[int, int]]:
+        count = len(entries.values)
+        self.writer.add_entries(entries.args(batch.sections[i], batch.vectors[i].n, batch.codings[i], 0, count))
+        return [(0, count)]
+
+
+def write_batch(batch: Batch, output: Output) -> list[int]:
+    """Write all vectors of a batch; returns how many entries of each tensor were sent."""
+    counts = [0] * batch.tensors
+    for i, (vector, choice) in enumerate(zip(batch.vectors, batch.choices, strict=True)):
+        section = batch.sections[i]
+        if batch.native and output.takes(i, choice.rule):
+            args = section_args(section, vector, batch.codings[i])
+            counts[section], selected, ties, magnitudes = output.add(i, args, choice.rule)
+            choice.count(selected, ties, magnitudes)
+        else:
+            entries = select_entries(vector.accumulate(), choice)
+            written = output.add_entries(i, batch, entries)
+            remove_sent(vector, entries, written)
+            counts[section] = sum(high - low for low, high in written)
+    return counts
+
+
+# What exchanges and the parameter server encode
 
 
 def encode_parts(
     codec: "Codec",
     tensors: Mapping[str, Tensor],
-    deals: Sequence[Deal],
+    partitions: Sequence[Partition],
     parts: Sequence[Part],
     *,
     step: int,
     hold: Collection[str] = (),
 ) -> tuple[list[Frame], list[int]]:
-    """One frame per owner, in the room given, with its share of the chosen entries; and the entries per tensor."""
-    batch = codec.open(tensors, step=step, hold=hold)
-    counts = [0] * len(tensors)
+    """Encode gradients into one frame per owner; returns the frames and how many entries of each tensor were sent."""
+    batch = codec.prepare(tensors, step=step, hold=hold)
     if isinstance(batch, str):
-        return [fill(part.room, empty_frame(batch)) for part in parts], counts
-    writers = [_native.Writer(part.room.data_ptr(), part.room.numel()) for part in parts]
-    native = codec.native_for(batch.vectors)
-    reserves = [_reserves(part, batch.sections) for part in parts]
-    for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
-        at = batch.sections[i]
-        deal = deals[at]
-        if deal.world == 1:
-            put = put_native if native else put_torch
-            place = codec.place(batch, i, reserves[deal.first][i])
-            counts[at] = put(writers[deal.first], place, vector, chosen)
-        else:
-            place = codec.place(batch, i, 0)
-            dealt = _deal_native if native and not isinstance(chosen.cut, Strata) else _deal_torch
-            counts[at] = dealt(writers, [each[i] for each in reserves], place, vector, chosen, deal)
+        return [fill(part.buffer, empty_frame(batch)) for part in parts], [0] * len(tensors)
+    output = PartsOutput(partitions, parts, batch.sections)
+    counts = write_batch(batch, output)
     codec.learn(batch)
-    return [_finished(part.room, writer) for part, writer in zip(parts, writers, strict=True)], counts
+    return [Frame(frame.finish(pad=True)) for frame in output.frames], counts
 
 
-def _reserves(part: Part, sections: list[int]) -> list[int]:
-    """Those of the part; less what it has for tensors that send nothing, whose room would stay empty."""
-    if len(sections) == len(part.shares):
-        return part.reserves
-    found, later = [], 0
-    for at in reversed(sections):
-        found.append(later)
-        later += part.reserves[at - 1] - part.reserves[at] if at else 0
-    return found[::-1]
-
-
-def _deal_native(
-    writers: list[_native.Writer], reserves: list[int], place: Place, vector: Vector, chosen: Chosen, deal: Deal
-) -> int:
-    """One pass of the kernels that fills all owners' frames."""
-    assert not isinstance(chosen.cut, Strata)
-    sent, selected, ties, magnitudes = _native.Writer.add_dealt(
-        writers,
-        reserves,
-        deal.first,
-        place.section,
-        vector.described,
-        vector.kept.data_ptr() if vector.kept is not None else 0,
-        vector.mask.data_ptr() if vector.mask is not None else 0,
-        chosen.cut.threshold,
-        chosen.cut.ties,
-        place.values.code,
-        place.values.seed is not None,
-        place.seed,
-    )
-    chosen.note(selected, ties, magnitudes)
-    return sent
-
-
-def _deal_torch(
-    writers: list[_native.Writer], reserves: list[int], place: Place, vector: Vector, chosen: Chosen, deal: Deal
-) -> int:
-    entries, edges = deal.split(take_entries(vector.settled(), chosen))
-    sent = SentEntries(entries)
-    count = 0
-    for owner, writer in enumerate(writers):
-        here = Place(place.section, place.values, place.seed, reserves[owner])
-        share = deal.share(vector.n, owner)
-        count += sent.put(writer, here, share, edges[owner], edges[owner + 1]) if share else 0
-    sent.leave(vector)
-    return count
-
-
-def _finished(room: Tensor, writer: _native.Writer) -> Frame:
-    return Frame(room[: writer.finish(0, True)])
-
-
-def fill(room: Tensor, frame: Frame) -> Frame:
-    """Copy a frame into a room, and zeros after it."""
-    room[: len(frame)] = frame.data
-    room[len(frame) :].zero_()
-    return Frame(room[: len(frame)], frame.non_finite)
-
-
-def encode_leftover(
-    codec: "Codec", sums: Mapping[int, Tensor], names: Sequence[str], room: Tensor, *, step: int
+def encode_sums(
+    codec: "Codec", sums: Mapping[int, Tensor], names: Sequence[str], buffer: Tensor, *, step: int
 ) -> Frame:
-    """Select from sums, by their section, which are changed in place to what does not travel; no memory takes part.
+    """Encode sums, given by section, without a residual; what is not sent stays in the sums themselves.
 
-    The frame is in the room given, followed by zeros.
+    Zeros follow the frame in the buffer.
     """
     vectors = [Vector(t, None, 1.0, t, None) for t in sums.values()]
-    batch: Batch = codec.choose([names[i] for i in sums], vectors, list(sums), step)
-    return codec.write(batch, len(names), room, pad=True)
-
-
-Bytes = bytes | bytearray | memoryview
-
-
-def _shard_native(writer: _native.ShardWriter, place: Place, vector: Vector, chosen: Chosen) -> int:
-    """One pass of the kernels over a CPU vector that is cut at a threshold; returns the entries sent."""
-    assert not isinstance(chosen.cut, Strata)
-    held = vector.kept.data_ptr() if vector.kept is not None else 0
-    mask = vector.mask.data_ptr() if vector.mask is not None else 0
-    how = (chosen.cut.threshold, chosen.cut.ties, place.values.code, place.values.seed is not None, place.seed)
-    sent, selected, ties, magnitudes = writer.add_selected(place.section, vector.described, held, mask, *how)
-    chosen.note(selected, ties, magnitudes)
-    return sent
-
-
-def _shard_torch(writer: _native.ShardWriter, place: Place, vector: Vector, chosen: Chosen) -> int:
-    """The same by torch operations, or for places that a seed stands for: shards list them like any others."""
-    entries = take_entries(vector.settled(), chosen)
-    sent = torch.empty_like(entries.values)
-    there = (entries.positions.data_ptr(), entries.values.data_ptr(), len(sent), vector.n, sent.data_ptr())
-    writer.add_entries(place.section, *there, place.values.code, place.values.seed is not None, place.seed)
-    leave(vector, entries.places, entries.values - sent)
-    return len(sent)
+    batch = codec.choose([names[i] for i in sums], vectors, list(sums), len(names), step)
+    return codec.write(batch, buffer, pad=True)
 
 
 def encode_shards(
     codec: "Codec", tensors: Mapping[str, Tensor], budget: int, *, step: int, hold: Collection[str] = ()
 ) -> tuple[list[bytes], int] | str:
-    """Shards of at most `budget` bytes and how many entries are in them; a string names a tensor that is not finite."""
-    batch = codec.open(tensors, step=step, hold=hold)
+    """Encode gradients into shards of at most `budget` bytes.
+
+    Returns the shards and the number of entries in them, or the name of a tensor that is not finite.
+    """
+    batch = codec.prepare(tensors, step=step, hold=hold)
     if isinstance(batch, str):
         return batch
-    writer, total, native = _native.ShardWriter(budget, False), 0, codec.native_for(batch.vectors)
-    for i, (vector, chosen) in enumerate(zip(batch.vectors, batch.chosen, strict=True)):
-        put = _shard_native if native and not isinstance(chosen.cut, Strata) else _shard_torch
-        total += put(writer, codec.place(batch, i, 0), vector, chosen)
+    output = ShardOutput(budget)
+    counts = write_batch(batch, output)
     codec.learn(batch)
-    return writer.finish(), total
+    return output.writer.finish(), sum(counts)
 
 
 def encode_exact(values: Sequence[Tensor], positions: Mapping[int, Tensor], budget: int) -> list[bytes]:
-    """Shards with the values as they are at some positions, ascending, of some of these tensors."""
-    writer = _native.ShardWriter(budget, True)
+    """Encode the exact values at ascending positions of some of these tensors into shards, which overwrite."""
+    output, coding = ShardOutput(budget, exact=True), ValueCoding(Float32().code)
     for tensor in sorted(positions):
         there = positions[tensor].contiguous()
-        exact = values[tensor][there]
-        sent, n = torch.empty_like(exact), values[tensor].numel()
-        pointers = (there.data_ptr(), exact.data_ptr(), len(there), n, sent.data_ptr())
-        writer.add_entries(tensor, *pointers, Float32().code, False, 0)
-    return writer.finish()
+        entries = Entries(there, values[tensor][there])
+        output.writer.add_entries(entries.args(tensor, values[tensor].numel(), coding, 0, len(there)))
+    return output.writer.finish()
 
 
-class ShardReader:
-    """Validated shards of tensors with these sizes. Raises FrameError and changes nothing if any byte is wrong.
-
-    exact: whether shards of exact values are expected as well.
-    """
-
-    def __init__(self, shards: Sequence[Bytes], numels: Sequence[int], *, exact: bool = False) -> None:
-        self._numels = list(numels)
-        self._reader = _native.ShardReader(shards, self._numels, exact)
-
-    def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
-        """outs[i] += weight * values, for the tensors of the whole batch; outs[i] = values where they are exact."""
-        for i, (out, n) in enumerate(zip(outs, self._numels, strict=True)):
-            if out.dtype != torch.float32 or not out.is_contiguous() or out.device.type != "cpu" or out.numel() != n:
-                raise ValueError(f"tensor {i} must be {n} contiguous float32 on the CPU to add shards to it")
-        self._reader.add([out.data_ptr() for out in outs], weight)
-
-    def entries(self) -> list[tuple[int, Tensor, Tensor]]:
-        """(tensor, positions, values) of everything in them."""
-        found = []
-        for i, (tensor, count) in enumerate(self._reader.pieces):
-            positions, values = torch.empty(count, dtype=torch.int64), torch.empty(count)
-            self._reader.entries(i, positions.data_ptr(), values.data_ptr())
-            found.append((tensor, positions, values))
-        return found
+def empty_frame(culprit: str) -> Frame:
+    """Return the frame that reports a non-finite input."""
+    buffer = torch.empty(_native.HEADER_BYTES, dtype=torch.uint8)
+    _native.Writer(buffer.data_ptr(), len(buffer)).finish(1, False)
+    return Frame(buffer, non_finite=culprit)
 
 
-class Placed(dict[str, Tensor]):
-    """Named flat tensors of which the maker promises that they stay where they are while this object lives."""
+def fill(buffer: Tensor, frame: Frame) -> Frame:
+    """Copy a frame into a buffer, with zeros after it."""
+    buffer[: len(frame)] = frame.data
+    buffer[len(frame) :].zero_()
+    return Frame(buffer[: len(frame)], frame.non_finite)
+
+
+# Tensors that stay in place
+
+
+class BucketViews(dict[str, Tensor]):
+    """Named flat tensors that stay at their addresses while this object lives, as the gradients of a DDP bucket do."""
 
     @cached_property
-    def plain(self) -> list[tuple[int, int, int]] | None:
-        """The tensors as the kernels take them; None if they cannot take all of them."""
+    def args(self) -> "list[_native.ArrayArgs] | None":
+        """The tensors as the kernels take them; None if the kernels cannot take all of them."""
         fit = all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in DTYPES for t in self.values())
-        return [plain(t) for t in self.values()] if fit and self else None
+        return [array_args(t) for t in self.values()] if fit and self else None
 
 
-class SteadyEncoder:
-    """Encodes one bucket's placed tensors after the other; the codec's memory and step are those of `encode`."""
+class BucketEncoder:
+    """Encodes the gradients of one bucket in a single call of the kernels.
+
+    Frames, residuals and the codec's step are the same to the bit as with `encode_parts`. Where other work has
+    evicted the interpreter from the caches, its part of `encode_parts` takes longer than the kernels.
+    """
 
     def __init__(self, codec: "Codec", reserves: list[int]) -> None:
         self._codec, self._reserves = codec, reserves
-        self._placed: weakref.ref[Placed] | None = None  # whose places the kernels know
+        self._views: weakref.ref[BucketViews] | None = None  # whose addresses the kernels have
         self._generation = -1
         self._encoder: _native.Encoder | None = None
 
-    def encode(self, tensors: Placed, room: Tensor, *, step: int) -> tuple[Frame, list[int]] | None:
-        """A frame in the room given, zeros after it, and the entries per tensor; None where it takes `open`."""
+    def encode(self, tensors: BucketViews, buffer: Tensor, *, step: int) -> tuple[Frame, list[int]] | None:
+        """Encode into a buffer, with zeros after the frame.
+
+        Returns the frame and how many entries of each tensor were sent, or None where `encode_parts` must be used.
+        """
         codec, selection = self._codec, self._codec.selection
         if type(selection) is not TopK or selection.exact or codec.observer is not None:
             return None
-        known = self._placed() if self._placed is not None else None
+        known = self._views() if self._views is not None else None
         if known is not tensors or self._generation != codec.generation:
-            self._placed, self._encoder = weakref.ref(tensors), self._made(tensors)
+            self._views, self._encoder = weakref.ref(tensors), self._native_encoder(tensors)
             self._generation = codec.generation
         if self._encoder is None:
             return None
         density = density_at(selection.density, step)
-        not_finite, length, sent = self._encoder.encode(density, step, room.data_ptr(), room.numel())
+        not_finite, length, sent = self._encoder.encode(density, step, buffer.data_ptr(), buffer.numel())
         if not_finite >= 0:
-            return fill(room, empty_frame(list(tensors)[not_finite])), [0] * len(tensors)
+            return fill(buffer, empty_frame(list(tensors)[not_finite])), [0] * len(tensors)
         codec.step = step + 1
-        return Frame(room[:length]), sent
+        return Frame(buffer[:length]), sent
 
-    def _made(self, tensors: Placed) -> _native.Encoder | None:
-        """What the kernels must know; None if this codec or these tensors need more than they do in one call."""
+    def _native_encoder(self, tensors: BucketViews) -> _native.Encoder | None:
+        """Return an encoder for these addresses, or None if one call cannot do what this codec does."""
         codec = self._codec
         simple = codec.scope == "tensor" and codec.kernels != "torch" and codec.values.seed is None
-        if not simple or type(codec.feedback) not in (ErrorFeedback, NoFeedback) or tensors.plain is None:
+        if not simple or type(codec.feedback) not in (ErrorFeedback, NoFeedback) or tensors.args is None:
             return None
-        described = []
-        for (name, tensor), reserve in zip(tensors.items(), self._reserves, strict=True):
-            vector = codec.feedback.open(codec.checked(name, tensor), codec.open_slots(name, tensor))
-            held = vector.kept.data_ptr() if vector.kept is not None else 0
+        sections = []
+        for i, ((name, tensor), reserve) in enumerate(zip(tensors.items(), self._reserves, strict=True)):
+            vector = codec.feedback.prepare(codec.checked(name, tensor), codec.ensure_residuals(name, tensor))
             whole = vector.n < max(codec.min_numel, 1)
-            values = codec.small if whole else codec.values
-            described.append((vector.described, held, whole, values.code, reserve))
-        return _native.Encoder(described)
+            coding = ValueCoding((codec.small_values if whole else codec.values).code)
+            sections.append((section_args(i, vector, coding), whole, reserve))
+        return _native.Encoder(sections)

@@ -1,7 +1,7 @@
-"""Feedback: what becomes of the entries that do not travel.
+"""Feedback: what becomes of the entries that are not sent.
 
-A memory is a frozen value that names its tensors; the codec keeps them per parameter name, so that they survive
-regrouping and can be saved. `open` turns a gradient and its tensors into the vector that is selected from.
+A feedback is a frozen dataclass that names the tensors it needs per parameter (its slots). The codec keeps these
+tensors by parameter name, so that they survive a change of DDP's buckets and can be saved.
 """
 
 from abc import ABC, abstractmethod
@@ -11,30 +11,30 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire import _native
-from thinwire.codec.vectors import DTYPES, MOST, Vector
+from thinwire.codec.vectors import FLOAT_MAX, Vector
 
 
 class Feedback(ABC):
-    """How held-back entries come back."""
+    """Base class: how entries that were not sent take part in later steps."""
 
-    slots: ClassVar[tuple[str, ...]] = ()  # float32 tensors of the parameter's size
+    slots: ClassVar[tuple[str, ...]] = ()  # names of flat float32 tensors of the parameter's size
 
     @abstractmethod
-    def open(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
-        """Take in a finite gradient; the returned vector says what to select from and where the rest stays."""
+    def prepare(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
+        """Return the vector to select from, for a finite gradient and this parameter's slots."""
 
 
 @dataclass(frozen=True)
 class NoFeedback(Feedback):
-    """What does not travel is lost, as in SparsifyGradients."""
+    """Entries that are not sent are lost, as in SparsifyGradients."""
 
-    def open(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
+    def prepare(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
         return Vector(gradient, None, 1.0, None, None)
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Feedback):
-    """Error feedback: what does not travel is added to the next gradient, times `decay`."""
+    """Error feedback: what is not sent stays in a residual, which is added to the next gradient, times `decay`."""
 
     decay: float = 1.0
     slots: ClassVar[tuple[str, ...]] = ("residual",)
@@ -42,19 +42,20 @@ class ErrorFeedback(Feedback):
     def __post_init__(self) -> None:
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(
-                f"a residual's decay must lie in (0, 1], not {self.decay}; to keep nothing use NoFeedback()"
+                f"the decay of a residual must lie in (0, 1], not {self.decay}; to keep no residual use NoFeedback()"
             )
 
-    def open(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
+    def prepare(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
         residual = slots["residual"]
         return Vector(gradient, residual, self.decay, residual, None)
 
 
 @dataclass(frozen=True)
 class MomentumCorrection(Feedback):
-    """DGC's momentum correction: velocities accumulate, and both tensors are cleared where an entry travelled.
+    """DGC's momentum correction: momentum is applied before the selection, and the residual accumulates velocities.
 
-    The optimizer's own momentum must be off, or it would be applied twice.
+    Momentum and residual are set to zero where an entry was sent. The optimizer's own momentum must be 0, or momentum
+    would be applied twice.
     """
 
     momentum: float = 0.9
@@ -63,21 +64,21 @@ class MomentumCorrection(Feedback):
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"a momentum must lie in [0, 1), not {self.momentum}")
+            raise ValueError(f"the momentum must lie in [0, 1), not {self.momentum}")
 
-    def open(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
+    def prepare(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
         u, v = slots["momentum"], slots["residual"]
         if gradient.device.type == "cpu":
-            described = (gradient.data_ptr(), DTYPES[gradient.dtype], 0, 1.0, gradient.numel())
-            _native.accumulate_momentum(described, u.data_ptr(), v.data_ptr(), self.momentum, self.nesterov)
+            args = Vector(gradient, None, 1.0, None, None).args
+            _native.accumulate_momentum(args, u.data_ptr(), v.data_ptr(), self.momentum, self.nesterov)
         else:
-            self._by_torch(gradient.reshape(-1).float(), u, v)
+            self._accumulate_torch(gradient.reshape(-1).float(), u, v)
         return Vector(v, None, 1.0, v, u)
 
-    def _by_torch(self, g: Tensor, u: Tensor, v: Tensor) -> None:
+    def _accumulate_torch(self, g: Tensor, u: Tensor, v: Tensor) -> None:
         if self.nesterov:
-            u.add_(g).clamp_(-MOST, MOST).mul_(self.momentum)
-            v.add_(u + g).clamp_(-MOST, MOST)
+            u.add_(g).clamp_(-FLOAT_MAX, FLOAT_MAX).mul_(self.momentum)
+            v.add_(u + g).clamp_(-FLOAT_MAX, FLOAT_MAX)
         else:
-            u.mul_(self.momentum).add_(g).clamp_(-MOST, MOST)
-            v.add_(u).clamp_(-MOST, MOST)
+            u.mul_(self.momentum).add_(g).clamp_(-FLOAT_MAX, FLOAT_MAX)
+            v.add_(u).clamp_(-FLOAT_MAX, FLOAT_MAX)

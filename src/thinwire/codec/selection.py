@@ -1,7 +1,7 @@
-"""Selection: which entries travel.
+"""Selection: which entries are sent.
 
-A selection looks at a group of vectors and returns a `Cut` (a threshold, and how many of the entries equal to it
-may pass) or, for random selection, `Strata`. It knows nothing of names, networks and memories.
+A selection looks at a group of vectors and returns a `Cutoff` (a threshold on magnitudes) or, for random selection, a
+`StratifiedSample`. It knows nothing of parameter names, residuals and networks.
 """
 
 import math
@@ -20,7 +20,7 @@ Density = float | Callable[[int], float]
 
 
 def density_at(density: Density, step: int) -> float:
-    """The density for a step, checked: a schedule may be a user's."""
+    """Return the density for a step; ValueError if a schedule gives an impossible one."""
     value = float(density(step)) if callable(density) else float(density)
     if not 0.0 < value <= 1.0:
         raise ValueError(f"a density must lie in (0, 1], not {value} (step {step})")
@@ -28,14 +28,14 @@ def density_at(density: Density, step: int) -> float:
 
 
 def check_density(density: Density) -> None:
-    """Reject an impossible constant at construction, where the user sees it; schedules are checked in use."""
+    """Raise ValueError for an impossible constant. Schedules are checked when they are used."""
     if not callable(density):
         density_at(density, 0)
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """Another density times a factor, up to everything."""
+class ScaledDensity:
+    """A density schedule: another density times a factor, at most 1."""
 
     density: Density
     factor: float
@@ -46,7 +46,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Warmup:
-    """DGC's warm-up: each density for `steps_each` steps, then the last one for ever."""
+    """DGC's warm-up schedule: each density for `steps_each` steps, then the last one for the rest of training."""
 
     densities: Sequence[float]
     steps_each: int
@@ -64,9 +64,9 @@ class Warmup:
 
 @dataclass
 class AccuracyCutoff:
-    """SparsifyGradients' variable cutoff: one percentile until the accuracy passes a level, then another.
+    """SparsifyGradients' variable cutoff: one percentile until the accuracy exceeds a level, then another.
 
-    Call `update(accuracy)` after each evaluation, with the same figure on every rank.
+    Call `update(accuracy)` after each evaluation, with the same value on every rank.
     """
 
     percentile: float = 90.0
@@ -75,92 +75,82 @@ class AccuracyCutoff:
     _passed: bool = field(default=False, init=False)
 
     def update(self, accuracy: float) -> None:
-        """Tell it the accuracy of late."""
+        """Note the accuracy of the latest evaluation."""
         self._passed = self._passed or accuracy > self.level
 
     def __call__(self, step: int) -> float:
         return 1.0 - (self.later if self._passed else self.percentile) / 100.0
 
 
-# Entries above the threshold that a sample should hold: the kept count is then off by about 1/sqrt of this.
-_EXCEED = 1500
-_SAMPLE = 1 << 18
-# A sample is copied: more elements would take more memory than a very low density is worth.
-_MOST = 1 << 21
+_SAMPLE = 1 << 18  # elements of the samples that moments are computed from
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Entries whose magnitude exceeds `threshold` travel, and the first `ties` of those equal to it."""
+class Cutoff:
+    """Entries whose magnitude exceeds `threshold` are sent, and the first `ties` of those equal to it."""
 
     threshold: float
     ties: int = 0
 
 
 @dataclass(frozen=True)
-class Strata:
-    """One entry at a random place in each of `count` equal parts; the seed alone tells the places."""
+class StratifiedSample:
+    """One entry at a random position in each of `count` equal strata is sent; the seed determines the positions."""
 
     count: int
     seed: int
 
 
 class Selection(ABC):
-    """Turns a group of vectors into a cut. Frozen; what it must remember lives in the `state` that it is given."""
+    """Base class: a rule that chooses entries. It is frozen; what it learns is kept in the `state` that it is given."""
 
-    shares_threshold: ClassVar[bool] = True  # whether one cut can serve several tensors (scope="global")
-    foreseen: ClassVar[bool] = True  # whether `expected` knows more than that no more than all can pass
+    shares_threshold: ClassVar[bool] = True  # whether one threshold can serve several tensors (scope="global")
+    predictable: ClassVar[bool] = True  # whether `expected` is an estimate, or only the trivial bound n
 
     @abstractmethod
-    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut | Strata:
-        """The entries to send at this step. `key` tells groups apart and is the same on every rank."""
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff | StratifiedSample:
+        """Return which entries to send at this step. `key` identifies the group and is the same on every rank."""
 
     def learn(self, selected: int, magnitudes: float, state: dict[str, float]) -> None:
-        """What became of the cut: entries selected and the sum of their magnitudes."""
+        """Take note of how many entries were selected, and of the sum of their magnitudes."""
 
     def rescale(self, factor: float, state: dict[str, float]) -> None:
-        """The unit of the gradients changed: what is remembered is in that unit, unless a selection says otherwise."""
+        """Multiply the state by a factor when the unit of the gradients changes."""
         for key in state:
             state[key] *= factor
 
     def expected(self, n: int, step: int) -> int:
-        """Entries that n elements are expected to yield; n where nothing is known."""
+        """Return how many of n elements are expected to be sent; n where nothing is known."""
         return n
 
     def scaled(self, factor: float) -> "Selection":
-        """The same rule for `factor` times the entries, where it has a density."""
+        """Return the same rule for `factor` times the entries, where it has a density."""
         return self
 
-    def again(self, factor: float) -> "Selection":
-        """What selects from the sums of all that it selected: the same rule, unless that would spoil a mean."""
+    def for_sums(self, factor: float) -> "Selection":
+        """Return the rule for the second selection of a scatter-reduce, which is from the sums of selected entries."""
         return self.scaled(factor)
 
 
-def count_of(density: float, n: int) -> int:
-    """Entries that a density means: at least one of any that exist."""
-    return min(n, max(1, math.floor(density * n + 0.5)))
+# The constants and formulas of TopK are in native/cutoff.cpp: the kernels' one-call encoder applies them as well.
+entry_count = _native.entry_count
 
 
-def _sampled(group: Group, density: float, step: int) -> Cut | None:
-    """A sampled cut, or None where so much of the group would be sampled that exact is as cheap."""
-    wanted = min(int(_EXCEED / density), _MOST)
-    if 2 * wanted >= group.n:
+def _sampled_cutoff(group: Group, density: float, step: int) -> Cutoff | None:
+    """Return a cutoff from a sample, or None where an exact one is as cheap."""
+    wanted = _native.sample_size(density, group.n)
+    if not wanted:
         return None
-    ((threshold, above),) = group.sampled([density], wanted, step)
-    return Cut(threshold, _ties(threshold, density - above, group.n))
-
-
-def _ties(threshold: float, missing: float, n: int) -> int:
-    """Entries equal to the threshold that may pass to make up a missing share; zeros never do."""
-    return max(0, math.floor(missing * n + 0.5)) if threshold > 0.0 else 0
+    ((threshold, above),) = group.sampled_thresholds([density], wanted, step)
+    return Cutoff(threshold, _native.allowed_ties(threshold, density - above, group.n))
 
 
 @dataclass(frozen=True)
 class TopK(Selection):
-    """The share `density` of the entries with the largest magnitudes; of equal ones the first.
+    """Select the share `density` of the entries with the largest magnitudes; of equal magnitudes the first ones.
 
-    Zeros never travel. By default the threshold comes from a sample (the kept share is within a few per cent of
-    the density); `exact=True` gives exactly the k largest.
+    Zeros are never sent. By default the threshold comes from a sample, and the share sent is within a few per cent of
+    the density. `exact=True` selects exactly the k largest.
     """
 
     density: Density
@@ -169,29 +159,30 @@ class TopK(Selection):
     def __post_init__(self) -> None:
         check_density(self.density)
 
-    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff:
         density = density_at(self.density, step)
-        k = count_of(density, group.n)
+        k = entry_count(density, group.n)
         if k == group.n:
-            return Cut(0.0)
-        cut = None if self.exact else _sampled(group, density, step)
-        if cut is not None:
-            return cut
+            return Cutoff(0.0)
+        cutoff = None if self.exact else _sampled_cutoff(group, density, step)
+        if cutoff is not None:
+            return cutoff
         value, greater, _ = group.order_statistic(k - 1)
-        return Cut(value, k - greater if value > 0.0 else 0)
+        return Cutoff(value, k - greater if value > 0.0 else 0)
 
     def expected(self, n: int, step: int) -> int:
-        return count_of(density_at(self.density, step), n)
+        return entry_count(density_at(self.density, step), n)
 
     def scaled(self, factor: float) -> "TopK":
-        return TopK(Scaled(self.density, factor), self.exact)
+        return TopK(ScaledDensity(self.density, factor), self.exact)
 
 
 @dataclass(frozen=True)
 class Percentile(Selection):
-    """SparsifyGradients' rule: magnitudes strictly above this percentile of the magnitudes travel.
+    """Select the magnitudes strictly above this percentile of all magnitudes, as SparsifyGradients does.
 
-    The exact percentile interpolates linearly between the two nearest magnitudes, as numpy does.
+    The percentile may be a schedule of densities. With `exact=True` the percentile interpolates linearly between the
+    two nearest magnitudes, as in numpy.
     """
 
     percentile: float | Density = 90.0
@@ -206,10 +197,10 @@ class Percentile(Selection):
             return 100.0 * (1.0 - density_at(self.percentile, step))
         return self.percentile
 
-    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff:
         percent = self._percent(step)
-        cut = None if self.exact else _sampled(group, 1.0 - percent / 100.0, step)
-        return Cut(cut.threshold if cut is not None else self._interpolated(group, percent))
+        cutoff = None if self.exact else _sampled_cutoff(group, 1.0 - percent / 100.0, step)
+        return Cutoff(cutoff.threshold if cutoff is not None else self._interpolated(group, percent))
 
     @staticmethod
     def _interpolated(group: Group, percent: float) -> float:
@@ -221,34 +212,34 @@ class Percentile(Selection):
             return low
         high = group.order_statistic(rank - 1)[0]
         threshold = float(torch.tensor(low + (high - low) * (place - below), dtype=torch.float32))
-        # Rounding to float32 must not lift the threshold to the magnitude that lies above the percentile.
+        # Rounding to float32 must not raise the threshold to the magnitude above the percentile.
         return threshold if threshold < high else low
 
     def expected(self, n: int, step: int) -> int:
-        return count_of(1.0 - self._percent(step) / 100.0, n)
+        return entry_count(1.0 - self._percent(step) / 100.0, n)
 
     def scaled(self, factor: float) -> "Percentile":
-        return Percentile(Scaled(lambda step: 1.0 - self._percent(step) / 100.0, factor), self.exact)
+        return Percentile(ScaledDensity(lambda step: 1.0 - self._percent(step) / 100.0, factor), self.exact)
 
 
 @dataclass(frozen=True)
 class Threshold(Selection):
-    """Magnitudes above a fixed value travel."""
+    """Select the magnitudes above a fixed value."""
 
-    foreseen: ClassVar[bool] = False
+    predictable: ClassVar[bool] = False
     value: float
 
     def __post_init__(self) -> None:
         if not (self.value >= 0.0 and math.isfinite(self.value)):
             raise ValueError(f"a threshold must be finite and not negative, not {self.value}")
 
-    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
-        return Cut(self.value)
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff:
+        return Cutoff(self.value)
 
 
 @dataclass(frozen=True)
 class StdDev(Selection):
-    """Magnitudes above `deviations` standard deviations travel."""
+    """Select the magnitudes above `deviations` standard deviations."""
 
     deviations: float = 2.0
     exact: bool = False
@@ -257,22 +248,22 @@ class StdDev(Selection):
         if not (self.deviations > 0.0 and math.isfinite(self.deviations)):
             raise ValueError(f"a number of standard deviations must be positive, not {self.deviations}")
 
-    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff:
         if self.exact:
-            group.settle()
-        return Cut(self.deviations * group.moments(group.n if self.exact else _SAMPLE, step).deviation)
+            group.accumulate()
+        return Cutoff(self.deviations * group.moments(group.n if self.exact else _SAMPLE, step).deviation)
 
     def expected(self, n: int, step: int) -> int:
-        return min(n, math.ceil(n / self.deviations**2))  # of values around zero at the most (Chebyshev)
+        return min(n, math.ceil(n / self.deviations**2))  # an upper bound for values around zero (Chebyshev)
 
 
 @dataclass(frozen=True)
 class Dynamic(Selection):
-    """Tsai's rule: the next threshold is the mean of the magnitudes above the present one; no sort.
+    """Select by Tsai's moving threshold: the next threshold is the mean of the magnitudes above the present one.
 
-    The mean of what exceeds a threshold always exceeds it too, so the bare rule climbs until nothing is sent.
-    The threshold is therefore kept where a sample says that between `floor` and `ceiling` of the entries pass.
-    It starts at `start`, or at the mean magnitude.
+    That mean always exceeds the threshold, so the rule alone would raise it until nothing is sent. The threshold is
+    therefore limited to the range in which, according to a sample, a share between `floor` and `ceiling` is sent. It
+    starts at `start`, or at the mean magnitude.
     """
 
     floor: float = 0.001
@@ -283,29 +274,30 @@ class Dynamic(Selection):
         if not 0.0 < self.floor <= self.ceiling <= 1.0:
             raise ValueError(f"Dynamic needs 0 < floor <= ceiling <= 1, not {self.floor} and {self.ceiling}")
 
-    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
-        # Whether this group starves or floods is seen from few exceeding entries: a fifth of TopK's sample.
-        wanted = int(_EXCEED / 5 / self.floor)
-        (low, _), (high, above) = group.sampled([self.ceiling, self.floor], wanted, step)
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff:
+        # The limits need less accuracy than TopK's threshold: a fifth of its sample is enough.
+        wanted = int(_native.SAMPLED_ABOVE / 5 / self.floor)
+        (low, _), (high, above) = group.sampled_thresholds([self.ceiling, self.floor], wanted, step)
         threshold = state.get("threshold", self.start)
         if threshold is None:
             found = group.moments(_SAMPLE, step)
             threshold = found.magnitudes / max(found.count, 1)
         threshold = min(max(threshold, low), high)
         state["threshold"] = threshold
-        # At the upper limit ties keep the floor; below it enough entries exceed the threshold.
-        return Cut(threshold, _ties(threshold, self.floor - above, group.n) if threshold == high else 0)
+        # At the upper limit ties make up the share `floor`; below it enough entries exceed the threshold.
+        ties = _native.allowed_ties(threshold, self.floor - above, group.n) if threshold == high else 0
+        return Cutoff(threshold, ties)
 
     def learn(self, selected: int, magnitudes: float, state: dict[str, float]) -> None:
         state["threshold"] = magnitudes / selected if selected else state["threshold"] / 2.0
 
     def expected(self, n: int, step: int) -> int:
-        return count_of(self.ceiling, n)
+        return entry_count(self.ceiling, n)
 
 
 @dataclass(frozen=True)
 class RandomK(Selection):
-    """The share `density` of the entries, at random places that every rank derives from the same seed and step."""
+    """Select the share `density` of the entries at random positions, which all ranks derive from seed and step."""
 
     density: Density
     seed: int = 0
@@ -314,12 +306,12 @@ class RandomK(Selection):
     def __post_init__(self) -> None:
         check_density(self.density)
 
-    def again(self, factor: float) -> Selection:
-        return Threshold(0.0)  # positions are the same on all ranks: selecting again would thin out what has no fill-in
+    def for_sums(self, factor: float) -> Selection:
+        return Threshold(0.0)  # all ranks send the same positions, so the sums have no more entries than one rank sends
 
-    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Strata:
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> StratifiedSample:
         seed = _native.mix(_native.mix(_native.mix(self.seed & SEEDS) ^ step) ^ key)
-        return Strata(count_of(density_at(self.density, step), group.n), seed)
+        return StratifiedSample(entry_count(density_at(self.density, step), group.n), seed)
 
     def expected(self, n: int, step: int) -> int:
-        return count_of(density_at(self.density, step), n)
+        return entry_count(density_at(self.density, step), n)

@@ -1,106 +1,67 @@
-"""Values: how a kept value is written, from 32 bits down to one.
+"""Values: how the value of a sent entry is written, in 32 bits down to one.
 
-A format is a frozen value; the kernels know it by its code, which is also what travels in a frame.
+A value format is a frozen dataclass. Its code identifies it in frames and in the kernels.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-SEEDS = (1 << 64) - 1  # a seed is any integer; its low 64 bits count
+SEEDS = (1 << 64) - 1  # mask: a seed may be any integer, of which the low 64 bits are used
 
 
-class Values(ABC):
-    """A value format."""
+class Values:
+    """Base class of the value formats."""
 
-    seed: int | None = None  # of stochastic rounding; None rounds to nearest
-
-    @property
-    @abstractmethod
-    def code(self) -> int:
-        """What travels in a section's header."""
-
-    @property
-    @abstractmethod
-    def bits(self) -> int:
-        """Bits of one value, scales not counted."""
-
-    @property
-    def scaled(self) -> bool:
-        """Whether each block of 512 values carries two scales of 32 bits."""
-        return self.code >= 3
+    code: int  # in a section's header
+    bits: int  # per value, without the scales
+    seed: int | None = None  # of stochastic rounding; None: values are rounded to nearest
 
 
 @dataclass(frozen=True)
 class Float32(Values):
-    """The value as it is."""
+    """Single precision: the values do not change."""
 
-    @property
-    def code(self) -> int:
-        return 0
-
-    @property
-    def bits(self) -> int:
-        return 32
+    code = 0
+    bits = 32
 
 
 @dataclass(frozen=True)
 class Float16(Values):
-    """Half precision, to nearest; beyond 65,504 the largest value travels and the rest stays in the memory."""
+    """Half precision, rounded to nearest. Magnitudes beyond 65,504 are sent as that; the rest stays in the residual."""
 
-    @property
-    def code(self) -> int:
-        return 1
-
-    @property
-    def bits(self) -> int:
-        return 16
+    code = 1
+    bits = 16
 
 
 @dataclass(frozen=True)
 class BFloat16(Values):
-    """The upper half of a float32, to nearest: full range, eight bits of precision."""
+    """The upper half of a float32, rounded to nearest: the full range with eight bits of precision."""
 
-    @property
-    def code(self) -> int:
-        return 2
-
-    @property
-    def bits(self) -> int:
-        return 16
+    code = 2
+    bits = 16
 
 
 @dataclass(frozen=True)
 class Bits(Values):
-    """A sign and evenly spaced magnitudes between a block's smallest and largest: 8, 4 or 2 bits in all.
+    """A sign and evenly spaced magnitudes between a block's smallest and largest, in 8, 4 or 2 bits altogether.
 
-    Two bits choose between the means of the block's small and large magnitudes. With `seed` the rounding is
-    stochastic, unbiased between the block's extremes, and the same for the same seed and step.
+    With two bits the magnitudes are the means of the block's small and of its large magnitudes. With `seed` the
+    rounding is stochastic: unbiased, and the same for the same seed and step.
     """
 
     width: int = 8
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.width not in (8, 4, 2):
+        codes = {8: 3, 4: 4, 2: 5}
+        if self.width not in codes:
             raise ValueError(f"Bits takes 8, 4 or 2 bits, not {self.width}; for one bit use Sign()")
-
-    @property
-    def code(self) -> int:
-        return {8: 3, 4: 4, 2: 5}[self.width]
-
-    @property
-    def bits(self) -> int:
-        return self.width
+        object.__setattr__(self, "code", codes[self.width])
+        object.__setattr__(self, "bits", self.width)
 
 
 @dataclass(frozen=True)
 class Sign(Values):
-    """One bit a value: a block's positive values travel as their mean, its negative ones as theirs."""
+    """One bit per value: a block's positive values are sent as their mean, its negative values as theirs."""
 
-    @property
-    def code(self) -> int:
-        return 6
-
-    @property
-    def bits(self) -> int:
-        return 1
+    code = 6
+    bits = 1

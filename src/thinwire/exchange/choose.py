@@ -25,7 +25,7 @@ def choose_exchange(codec: Codec, sizes: Mapping[str, int], world: int) -> tuple
     scatter = int(2.2 * gather / max(world - 1, 1))
     dense = 8 * sum(numels) * (world - 1) // max(world, 1)
     kb = f"{gather / 1e3:,.0f} kB a step and rank gathered, {scatter / 1e3:,.0f} scattered, {dense / 1e3:,.0f} dense"
-    if not codec.selection.foreseen:
+    if not codec.selection.predictable:
         return Gather(), "gather: how many entries will pass is not known beforehand"
     if world > 1 and min(gather, scatter) >= dense:
         return Dense(), f"dense: the frames would be no smaller ({kb})"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.encode import Deal, Part, Placed, SteadyEncoder, encode_parts
-from thinwire.codec.frame import Frame, FrameReader, Frames, frames_of
+from thinwire.codec.encode import BucketEncoder, BucketViews, Part, Partition, encode_parts
+from thinwire.codec.frame import Frame, FrameReader, Frames, read_frames
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
 
@@ -24,10 +24,10 @@ class _GatherPlan:
 
     names: list[str]
     numels: list[int]
-    deals: list[Deal]  # all tensors are in one frame
+    partitions: list[Partition]  # all tensors are in one frame
     reserves: list[int]
     slack: int
-    steady: SteadyEncoder
+    encoder: BucketEncoder
 
 
 class Gather(Exchange):
@@ -71,25 +71,25 @@ class Gather(Exchange):
             compress,
             decode,
             undo=lambda: give_back(self._codec, plan.names, plan.numels, frame),
-            sent=lambda outs: frames_of([frame], [plan.numels]).sum_to(outs),
+            sent=lambda outs: read_frames([frame], [plan.numels]).sum_to(outs),
         )
 
     def _encode(self, bucket: Bucket, plan: _GatherPlan, room: Tensor) -> tuple[Frame, list[int]]:
         """Encode this rank's frame into `room`; returns the frame and the entries per tensor."""
-        if isinstance(bucket.tensors, Placed) and not bucket.hold:
-            found = plan.steady.encode(bucket.tensors, room, step=bucket.step)
+        if isinstance(bucket.tensors, BucketViews) and not bucket.hold:
+            found = plan.encoder.encode(bucket.tensors, room, step=bucket.step)
             if found is not None:
                 return found
         part = Part(room, plan.numels, plan.reserves)
         (frame,), counts = encode_parts(
-            self._codec, bucket.tensors, plan.deals, [part], step=bucket.step, hold=bucket.hold
+            self._codec, bucket.tensors, plan.partitions, [part], step=bucket.step, hold=bucket.hold
         )
         return frame, counts
 
     def _plan(self, bucket: Bucket) -> _GatherPlan:
         numels, codec = bucket.numels, self._codec
-        names, deals, reserves = list(bucket.tensors), [Deal(1, 0)] * len(numels), codec.reserves(numels)
-        return _GatherPlan(names, numels, deals, reserves, slack(codec, numels), SteadyEncoder(codec, reserves))
+        names, partitions, reserves = list(bucket.tensors), [Partition(1, 0)] * len(numels), codec.reserves(numels)
+        return _GatherPlan(names, numels, partitions, reserves, slack(codec, numels), BucketEncoder(codec, reserves))
 
     def volume(self, key: str) -> int | None:
         """Bytes that a rank sends for a bucket, the same on all ranks; None before the bucket's first step."""

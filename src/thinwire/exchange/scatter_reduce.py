@@ -16,9 +16,9 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
-from thinwire.codec.encode import Deal, Part, empty_frame, encode_leftover, encode_parts, fill
+from thinwire.codec.encode import Part, Partition, empty_frame, encode_parts, encode_sums, fill
 from thinwire.codec.feedback import NoFeedback
-from thinwire.codec.frame import Frame, FrameReader, Frames, frames_of
+from thinwire.codec.frame import Frame, FrameReader, Frames, read_frames
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.gather import Gather, gathered_bytes
@@ -29,20 +29,20 @@ _CUT_FROM = 1 << 15
 _PREFIX = struct.Struct("<QQ")
 
 
-def share_out(numels: Sequence[int], world: int, smallest: int = 1) -> list[Deal]:
+def share_out(numels: Sequence[int], world: int, smallest: int = 1) -> list[Partition]:
     """The owners of a bucket's tensors, the same on every rank.
 
     Large tensors are divided among all ranks, in shares of at least `smallest` elements, because smaller tensors are
     sent whole. Each of the others is owned by the rank with the fewest elements so far.
     """
     load = [0] * world
-    deals = [Deal(world, 0)] * len(numels)
+    partitions = [Partition(world, 0)] * len(numels)
     for n, i in sorted(((n, i) for i, n in enumerate(numels)), key=lambda item: (-item[0], item[1])):
         if world == 1 or n < max(_CUT_FROM, 2 * smallest * world):
             lightest = load.index(min(load))
             load[lightest] += n
-            deals[i] = Deal(1, lightest)
-    return deals
+            partitions[i] = Partition(1, lightest)
+    return partitions
 
 
 @dataclass
@@ -50,13 +50,13 @@ class _ScatterPlan:
     """What is computed once for a bucket and used in every step."""
 
     names: list[str]
-    deals: list[Deal]
+    partitions: list[Partition]
     shares: list[list[int]]  # by owner: elements of every tensor
     reserves: list[list[int]]  # by owner: see Codec.reserves
     slacks: list[int]  # by owner: see `slack`
     own: Tensor  # buffer for the part that this rank owns, which is not sent and may hold everything
     sums: list[Tensor]  # this rank's share of every tensor
-    dealt: list[tuple[int, int]]  # the owners as the kernels take them
+    split: list[tuple[int, int]]  # the owners as the kernels take them
     places: dict[int, Tensor] = field(default_factory=dict)  # positions of the sums' elements in the tensors
 
 
@@ -83,10 +83,8 @@ class ScatterReduce(Exchange):
         # A rank sends (world - 1) / world of its entries to others. The results may have as many entries as bring the
         # total to twice the entries of a rank, so that the traffic is the same for any number of ranks.
         world = channel.world
-        selection = codec.selection.again(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
-        self._second = Codec(
-            selection, codec.values, NoFeedback(), scope=codec.scope, min_numel=codec.min_numel, kernels=codec.kernels
-        )
+        selection = codec.selection.for_sums(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
+        self._second = codec.copy(selection=selection, feedback=NoFeedback())
 
     def channels(self) -> list[Channel]:
         return [self._channel]
@@ -107,7 +105,9 @@ class ScatterReduce(Exchange):
         rooms = list(torch.split(messages, wire))
         rooms[channel.rank] = plan.own
         parts = [Part(*part) for part in zip(rooms, plan.shares, plan.reserves, strict=True)]
-        frames, sent = encode_parts(self._codec, bucket.tensors, plan.deals, parts, step=bucket.step, hold=bucket.hold)
+        frames, sent = encode_parts(
+            self._codec, bucket.tensors, plan.partitions, parts, step=bucket.step, hold=bucket.hold
+        )
         compress = time.perf_counter() - began
         # 2. Send the parts to their owners.
         received = channel.all_to_all(messages, wire, budgets[channel.rank])
@@ -147,16 +147,19 @@ class ScatterReduce(Exchange):
 
     def _plan(self, bucket: Bucket) -> _ScatterPlan:
         codec, channel, numels = self._codec, self._channel, bucket.numels
-        deals = share_out(numels, channel.world, codec.min_numel)
-        shares = [[deal.share(n, r) for deal, n in zip(deals, numels, strict=True)] for r in range(channel.world)]
+        partitions = share_out(numels, channel.world, codec.min_numel)
+        shares = [
+            [partition.share(n, r) for partition, n in zip(partitions, numels, strict=True)]
+            for r in range(channel.world)
+        ]
         mine = shares[channel.rank]
         reserves = [codec.reserves(each) for each in shares]
         room = codec.frame_bound(mine, mine) + slack(codec, mine)
         sums = list(torch.split(torch.empty(sum(mine)), mine))
         slacks = [slack(codec, [n for n in each if n]) for each in shares]
         own = torch.empty(room, dtype=torch.uint8)
-        dealt = [(deal.world, deal.first) for deal in deals]
-        return _ScatterPlan(list(bucket.tensors), deals, shares, reserves, slacks, own, sums, dealt)
+        split = [(partition.world, partition.first) for partition in partitions]
+        return _ScatterPlan(list(bucket.tensors), partitions, shares, reserves, slacks, own, sums, split)
 
     def _first_parts(self, bucket: Bucket, plan: _ScatterPlan) -> list[int]:
         """First sizes of the parts: room for twice the entries of an even distribution over the shares."""
@@ -181,7 +184,7 @@ class ScatterReduce(Exchange):
             result = fill(room, empty_frame(str(frames.non_finite[0])))
         else:
             sums = {i: total for i, total in enumerate(plan.sums) if total.numel()}
-            result = encode_leftover(self._second, sums, plan.names, room, step=bucket.step)
+            result = encode_sums(self._second, sums, plan.names, room, step=bucket.step)
         _PREFIX.pack_into(answer.numpy().data, 0, largest, 1 + frames.non_finite[0] if frames.non_finite else 0)
         self._keep(bucket, plan)
         return result
@@ -190,19 +193,21 @@ class ScatterReduce(Exchange):
         """Add what was not selected of the sums to the residual."""
         rank = self._channel.rank
         for i, (gradient, left) in enumerate(zip(bucket.tensors.values(), plan.sums, strict=True)):
-            held = self._codec.open_slots(plan.names[i], gradient).get("residual") if left.numel() else None
+            held = self._codec.ensure_residuals(plan.names[i], gradient).get("residual") if left.numel() else None
             if held is None:
                 continue
-            deal = plan.deals[i]
+            partition = plan.partitions[i]
             if held.device.type == "cpu":
-                owner = rank if deal.world > 1 else 0
-                _native.add_share(held.data_ptr(), held.numel(), deal.world, deal.first, owner, left.data_ptr())
+                owner = rank if partition.world > 1 else 0
+                _native.add_share(
+                    held.data_ptr(), held.numel(), partition.world, partition.first, owner, left.data_ptr()
+                )
             else:
                 held.index_add_(0, self._places(plan, i, held.numel()).to(held.device), left.to(held.device))
 
     def _places(self, plan: _ScatterPlan, i: int, n: int) -> Tensor:
         if i not in plan.places:
-            plan.places[i] = plan.deals[i].places(n, self._channel.rank)
+            plan.places[i] = plan.partitions[i].places(n, self._channel.rank)
         return plan.places[i]
 
     def _read(self, bucket: Bucket, plan: _ScatterPlan, answers: list[Tensor]) -> list[int]:
@@ -216,7 +221,7 @@ class ScatterReduce(Exchange):
         frames.read([answer[_PREFIX.size :] for answer in answers], plan.shares, trailing=True)
         self._parts.learn(key, [largest for largest, _ in prefixes], plan.slacks)
         self._results.learn(key, frames.lengths, plan.slacks)
-        frames.sum_to(bucket.outs, 1.0 / world, plan.dealt)
+        frames.sum_to(bucket.outs, 1.0 / world, plan.split)
         return []
 
     def _give_back(self, plan: _ScatterPlan, numels: list[int], result: Frame) -> None:
@@ -235,7 +240,7 @@ class ScatterReduce(Exchange):
         self._gather.load_state_dict(state.get("gather", {}))
         self._parts.load_state_dict(state.get("parts", {}))
         self._results.load_state_dict(state.get("results", {}))
-        self._second.load_state_dict(state.get("second", self._second.fresh().state_dict()))
+        self._second.load_state_dict(state.get("second", self._second.copy().state_dict()))
 
     def __repr__(self) -> str:
         return f"ScatterReduce(gather_below={self._gather_below})" if self._gather_below else "ScatterReduce()"
@@ -243,4 +248,4 @@ class ScatterReduce(Exchange):
 
 def _write_sent(plan: _ScatterPlan, frames: Sequence[Frame], outs: list[Tensor]) -> None:
     """Write what this rank sent to all owners to flat tensors."""
-    frames_of(frames, plan.shares).sum_to(outs, 1.0, plan.dealt)
+    read_frames(frames, plan.shares).sum_to(outs, 1.0, plan.split)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.codec.encode import Placed
+from thinwire.codec.encode import BucketViews
 from thinwire.errors import LinkError
 from thinwire.link.assembly import LinkOptions, open_link, open_local_link
 from thinwire.link.link import Job, Link
@@ -47,7 +47,7 @@ class DDPHook:
         self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
-        self._views: dict[int, tuple[int, Placed]] = {}
+        self._views: dict[int, tuple[int, BucketViews]] = {}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
@@ -58,7 +58,7 @@ class DDPHook:
         gradients = self._gradients(bucket)
         return self.link.submit(Job(buffer, gradients, bucket.index() == 0, bucket.is_last(), _ready(buffer)))
 
-    def _gradients(self, bucket: dist.GradBucket) -> Placed:  # type: ignore[name-defined]
+    def _gradients(self, bucket: dist.GradBucket) -> BucketViews:  # type: ignore[name-defined]
         """The bucket's gradients by parameter name: the same object from step to step while DDP keeps its buckets.
 
         The views keep the buffer's memory alive, so that no other bucket can get the same address.
@@ -70,7 +70,7 @@ class DDPHook:
         if known is not None:
             self._views.clear()  # DDP has regrouped its buckets
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        views = Placed({self._names[id(p)]: g.view(-1) for p, g in pairs})
+        views = BucketViews({self._names[id(p)]: g.view(-1) for p, g in pairs})
         self._views[index] = address, views
         return views
 

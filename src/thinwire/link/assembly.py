@@ -26,7 +26,7 @@ from thinwire.link.link import Link
 from thinwire.link.rescale import ResidualUnits
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Measured
-from thinwire.tune.presets import any_codec_for
+from thinwire.tune.presets import resolve_codec
 
 T = TypeVar("T")
 CodecLike = Codec | Selection | float | str
@@ -115,7 +115,7 @@ def open_link(
 def open_local_link(parameters: Mapping[str, Tensor], options: LinkOptions) -> Link:
     """A link of a single process. It exchanges nothing, and keeps a state that was loaded."""
     check_types(parameters)
-    codec = any_codec_for(FIRST.density if options.auto else options.codec)
+    codec = resolve_codec(FIRST.density if options.auto else options.codec)
     exchange, channel = Dense(), LocalChannel()
     exchange.setup(channel, codec, {}, lambda members: [])
     units = ResidualUnits(parameters, options.optimizer, options.scaler)
@@ -131,7 +131,7 @@ def check_types(parameters: Mapping[str, Tensor]) -> None:
 
 
 def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[str, int], world: int) -> _Parts:
-    codec = any_codec_for(FIRST.density if options.auto else options.codec)
+    codec = resolve_codec(FIRST.density if options.auto else options.codec)
     check_types(parameters)
     wanted = FIRST.exchange if options.auto else options.exchange
     if wanted is None:

@@ -96,7 +96,7 @@ def _timed(channel: Channel, collective: Callable[[int], object], size: int) -> 
 
 def codec_seconds(codec: Codec, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
     """Seconds to encode these tensors with a codec that has seen them before, and to decode the frame."""
-    fresh = codec.fresh()
+    fresh = codec.copy()
     fresh.encode(gradients)
     began = time.perf_counter()
     frame = fresh.encode(gradients)
@@ -158,7 +158,7 @@ class Machines:
             mean = mean.to(self._inside.device)
             self._inside.reduce(mean, 0)
             if self._leads:
-                codec.open_slots(name, mean if kept is None else kept)["residual"].copy_(mean)
+                codec.ensure_residuals(name, mean if kept is None else kept)["residual"].copy_(mean)
             elif kept is not None:
                 kept.zero_()
 

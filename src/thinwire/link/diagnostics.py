@@ -62,7 +62,7 @@ class Ages:
 
     def opened(self, batch: Batch) -> None:
         """Remember the accumulated values of the sampled entries."""
-        for name, vector, chosen in zip(batch.names, batch.vectors, batch.chosen, strict=True):
+        for name, vector, chosen in zip(batch.names, batch.vectors, batch.choices, strict=True):
             if vector.kept is None or chosen.whole:
                 continue
             if name not in self._places:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
-from thinwire.codec.encode import Placed
+from thinwire.codec.encode import BucketViews
 from thinwire.codec.selection import Selection
-from thinwire.codec.vectors import plain
+from thinwire.codec.vectors import array_args
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel, OwnGroups, check_replicas, describe_failure
@@ -478,9 +478,9 @@ _NONE: frozenset[str] = frozenset()
 
 def all_zero(tensors: Mapping[str, Tensor]) -> frozenset[str]:
     """The names of those tensors that are zero everywhere."""
-    arrays = tensors.plain if isinstance(tensors, Placed) else None
+    arrays = tensors.args if isinstance(tensors, BucketViews) else None
     if arrays is None and all(t.device.type == "cpu" and t.is_contiguous() for t in tensors.values()):
-        arrays = [plain(t) for t in tensors.values()]
+        arrays = [array_args(t) for t in tensors.values()]
     if arrays is None:
         return frozenset(name for name, t in tensors.items() if not t.any())
     empty = _native.all_zero(arrays)

@@ -17,19 +17,22 @@ from torch import nn
 
 import thinwire
 from thinwire.codec.codec import Codec
-from thinwire.codec.feedback import NoFeedback
-from thinwire.codec.selection import Selection, TopK
-from thinwire.codec.values import Float32
+from thinwire.codec.selection import Selection
 from thinwire.errors import MessageError
 from thinwire.server.layout import Buffers, Layout, Shapes, difference, frozen_difference, frozen_digests, trained
 from thinwire.server.schedule import Pool, Staleness, check_policy
 from thinwire.transport.base import Buffer
-from thinwire.tune.presets import codec_for
+from thinwire.tune.adaptive import Adaptive
+from thinwire.tune.cost import Measured
+from thinwire.tune.presets import resolve_codec
 
 
-def named_codec(what: Codec | Selection | float | str) -> Codec:
-    """A codec, preset or density; "dense" is every entry as it is."""
-    return Codec(TopK(1.0), Float32(), NoFeedback()) if what == "dense" else codec_for(what)
+def server_codec(what: Codec | Selection | float | str) -> Codec:
+    """The codec of one direction between a server and its workers; ValueError for one that only links can use."""
+    codec = resolve_codec(what)
+    if isinstance(codec.selection, Adaptive) and isinstance(codec.selection.cost, Measured):
+        raise ValueError(f"{what!r} measures exchanges between ranks, which a parameter server has not: name another")
+    return codec
 
 
 PROTOCOL = 3
@@ -285,7 +288,7 @@ class Session:
         if not isinstance(push, str | float | int):
             raise MessageError("the server's push must be the name of a codec or a density")
         try:
-            return named_codec(push)
+            return server_codec(push)
         except ValueError as error:
             raise MessageError(f"the server's terms are invalid: {error}") from error
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.encode import ShardReader, encode_exact, encode_shards
+from thinwire.codec.encode import encode_exact, encode_shards
 from thinwire.codec.feedback import NoFeedback
-from thinwire.codec.frame import Frame, FrameReader
+from thinwire.codec.frame import Frame, FrameReader, ShardReader
 from thinwire.errors import FrameError, MessageError, TransportError
 from thinwire.server.layout import Layout, Piece, flat, trained
 from thinwire.transport.base import Buffer, Peer

@@ -21,7 +21,7 @@ from thinwire.server.checkpoint import ServerCheckpoint
 from thinwire.server.dispatch import MessageDispatcher, OnFigures
 from thinwire.server.layout import Buffers, Layout, cut_for
 from thinwire.server.membership import Member, Membership, SendQueue, SessionTerms
-from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, named_codec
+from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, server_codec
 from thinwire.server.replicas import LossyReplicas, Replicas, check_on_loss
 from thinwire.server.schedule import check_policy
 from thinwire.transport.addresses import listen
@@ -93,7 +93,7 @@ class Server:
         self.model, self.optimizer, self.mode = model, optimizer, mode
         self.policy, self.expect = policy, expect
         # To send every entry is to send the parameters in full.
-        self.codec = None if codec is None or codec == "dense" else named_codec(codec)
+        self.codec = None if codec is None or codec == "dense" else server_codec(codec)
         self.layout = Layout.of(model, cut_for(optimizer, self.codec, cut))
         self.bound = {"bsp": 0, "ssp": bound, "async": None}[mode]
         self.timeout, self._save_every = timeout, save_every

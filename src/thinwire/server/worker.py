@@ -16,7 +16,7 @@ from thinwire.codec.codec import Codec
 from thinwire.errors import ServerError
 from thinwire.server.client import Client, OnWait
 from thinwire.server.layout import trained
-from thinwire.server.protocol import Session, Waiting, named_codec
+from thinwire.server.protocol import Session, Waiting, server_codec
 from thinwire.server.timings import StepTimes, Stopwatch, WorkerTimings
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
@@ -55,7 +55,7 @@ class Worker:
         self._patience = patience
         self._parameters = trained(model)
         self._names = {id(p): name for name, p in self._parameters.items()}
-        chosen = None if codec is None else named_codec(codec)
+        chosen = None if codec is None else server_codec(codec)
         connection = connect(address, keys=keys) if isinstance(address, str) else address
         try:
             where = address if isinstance(address, str) else "the server"

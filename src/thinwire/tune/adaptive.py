@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from thinwire import _native
-from thinwire.codec.selection import Cut, Selection, Threshold, count_of
+from thinwire.codec.selection import Cutoff, Selection, Threshold, entry_count
 from thinwire.codec.values import SEEDS
-from thinwire.codec.vectors import Group, Histogram, Vector
+from thinwire.codec.vectors import Group, MagnitudeHistogram, Vector
 from thinwire.tune.cost import Array, Cost, Measured
 
 
@@ -23,7 +23,7 @@ from thinwire.tune.cost import Array, Cost, Measured
 class MagnitudeCurve:
     """Sums over the largest entries of a vector of n elements, as functions of their number, from a histogram."""
 
-    found: Histogram
+    found: MagnitudeHistogram
     n: int
 
     @cached_property
@@ -157,12 +157,12 @@ class Adaptive(Selection):
             seed=seed,
         )
 
-    def cut(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cut:
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff:
         # 1. One histogram of a sample, fine enough for the density of late.
         wanted = min(int(_EXCEED / state.get("density", self.start)), _MOST)
         curve = MagnitudeCurve(group.histogram(wanted, step), group.n)
         if curve.empty:
-            return Cut(0.0)
+            return Cutoff(0.0)
         # 2. The best density of all, and one step towards it.
         density = self._approach(self.best(curve) if self.cost.known else self.start, state)
         # 3. The threshold that gives it.
@@ -171,8 +171,8 @@ class Adaptive(Selection):
             scale = float(curve.scales(np.array([entries]))[0])
             seed = _native.mix(_native.mix(self.seed & SEEDS ^ step) ^ key)
             group.vectors = [_rounded(v, scale, _native.mix(seed + i)) for i, v in enumerate(group.vectors)]
-            return Cut(0.0)
-        return Cut(*curve.threshold(entries))
+            return Cutoff(0.0)
+        return Cutoff(*curve.threshold(entries))
 
     def best(self, curve: MagnitudeCurve) -> float:
         """The density with the most descent for its cost."""
@@ -203,7 +203,7 @@ class Adaptive(Selection):
             return math.exp(sum(map(math.log, wishes)) / len(wishes))
         return min(wishes) if self.agree == "min" else max(wishes)
 
-    def again(self, factor: float) -> Selection:
+    def for_sums(self, factor: float) -> Selection:
         # Values that were rounded at random are unbiased; selecting again without a residual would not be.
         return Threshold(0.0) if self.rule == "stochastic" else self.scaled(factor)
 
@@ -212,7 +212,7 @@ class Adaptive(Selection):
 
     def expected(self, n: int, step: int) -> int:
         # If only bits count, the rule goes to its floor: do not make the first messages ten times as large.
-        return count_of(self.floor if self.cost.bits_alone else self.start, n)
+        return entry_count(self.floor if self.cost.bits_alone else self.start, n)
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Presets that tune themselves, next to the codec's own."""
+"""Presets: codecs by name, and the one function that turns what a user gives into a codec."""
 
 from collections.abc import Callable
 
@@ -9,70 +9,89 @@ from thinwire.codec.values import Bits, Float32, Sign
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Measured, Payload
 
+# The name of a preset, what it does in one sentence, and how it is made.
 PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
     "percentile90": (
-        "SparsifyGradients: the largest 10 %, 32-bit values, the rest is lost",
+        "SparsifyGradients: sends the largest 10 % in 32 bits; the rest is lost.",
         lambda: Codec(Percentile(90), Float32(), NoFeedback()),
     ),
     "percentile90-residual": (
-        "the largest 10 % in 8 bits, the rest is kept for later",
+        "Sends the largest 10 % in 8 bits; the rest stays in the residual.",
         lambda: Codec(Percentile(90), Bits(8)),
     ),
-    "topk1": ("the largest 1 % in 8 bits, the rest is kept for later", lambda: Codec(TopK(0.01), Bits(8))),
-    "topk0.1": ("the largest 0.1 % in 8 bits", lambda: Codec(TopK(0.001), Bits(8))),
+    "topk1": (
+        "Sends the largest 1 % in 8 bits; the rest stays in the residual.",
+        lambda: Codec(TopK(0.01), Bits(8)),
+    ),
+    "topk0.1": (
+        "Sends the largest 0.1 % in 8 bits; the rest stays in the residual.",
+        lambda: Codec(TopK(0.001), Bits(8)),
+    ),
     "dgc": (
-        "Deep Gradient Compression: momentum correction 0.9, density falling from 25 % to 0.1 % over 500 steps",
+        "Deep Gradient Compression: momentum correction with 0.9 and a density that falls from 25 % to 0.1 % over 500 "
+        "steps.",
         lambda: Codec(TopK(Warmup([0.25, 0.0625, 0.0156, 0.004, 0.001], 100)), Bits(8), MomentumCorrection(0.9)),
     ),
-    "4bit": ("the largest 1 % in 4 bits", lambda: Codec(TopK(0.01), Bits(4))),
-    "2bit": ("the largest 1 % in 2 bits", lambda: Codec(TopK(0.01), Bits(2))),
-    "1bit": ("the largest 1 % as signs with two means", lambda: Codec(TopK(0.01), Sign())),
-    "stddev2": ("what exceeds two standard deviations, in 8 bits", lambda: Codec(StdDev(2.0), Bits(8))),
-    "dynamic": ("Tsai's moving threshold, 0.1 % to 10 %, in 8 bits", lambda: Codec(Dynamic(), Bits(8))),
-    "random1": ("a random 1 % in 8 bits; positions cost nothing", lambda: Codec(RandomK(0.01), Bits(8))),
-}
-
-
-def codec_for(what: Codec | Selection | float | str) -> Codec:
-    """A codec from a preset's name, a density, a selection, or a codec (of which the configuration is taken)."""
-    if isinstance(what, Codec):
-        return what.fresh()
-    if isinstance(what, Selection):
-        return Codec(what)
-    if isinstance(what, str):
-        if what in PRESETS:
-            return PRESETS[what][1]()
-        try:
-            what = float(what)
-        except ValueError:
-            raise ValueError(f"no preset is called {what!r}; there are {', '.join(PRESETS)}, or a density") from None
-    if not isinstance(what, (int, float)):
-        raise ValueError(f"a codec is a Codec, a selection, a density or a preset's name, not {what!r}")
-    return Codec(TopK(float(what)))
-
-
-TUNED: dict[str, tuple[str, Callable[[], Codec]]] = {
+    "4bit": ("Sends the largest 1 % in 4 bits.", lambda: Codec(TopK(0.01), Bits(4))),
+    "2bit": ("Sends the largest 1 % in 2 bits.", lambda: Codec(TopK(0.01), Bits(2))),
+    "1bit": ("Sends the signs of the largest 1 % with two means per block.", lambda: Codec(TopK(0.01), Sign())),
+    "stddev2": (
+        "Sends magnitudes above two standard deviations in 8 bits.",
+        lambda: Codec(StdDev(2.0), Bits(8)),
+    ),
+    "dynamic": (
+        "Tsai's moving threshold: sends 0.1 % to 10 % in 8 bits.",
+        lambda: Codec(Dynamic(), Bits(8)),
+    ),
+    "random1": (
+        "Sends a random 1 % in 8 bits; the positions take no bytes.",
+        lambda: Codec(RandomK(0.01), Bits(8)),
+    ),
     "adaptive": (
-        "as many entries as pay on this network, 0.1 % to 10 %, in 8 bits",
+        "Sends between 0.1 % and 10 % in 8 bits: the density with the most descent per second on this network.",
         lambda: Codec(Adaptive(Measured()), Bits(8)),
     ),
     "adaptive-bytes": (
-        "as many entries as buy the most per byte, 0.1 % to 10 %, in 8 bits",
+        "Sends between 0.1 % and 10 % in 8 bits: the density with the most descent per byte.",
         lambda: Codec(Adaptive(Payload()), Bits(8)),
+    ),
+    "dense": (
+        "Sends everything in 32 bits.",
+        lambda: Codec(TopK(1.0), Float32(), NoFeedback()),
     ),
 }
 
 
-def any_codec_for(what: Codec | Selection | float | str) -> Codec:
-    """As `codec_for`, with the presets that tune themselves."""
-    if isinstance(what, str) and what in TUNED:
-        return TUNED[what][1]()
+def resolve_codec(what: Codec | Selection | float | str) -> Codec:
+    """Return a new codec for a preset's name, a density, a selection, or another codec, whose settings are copied.
+
+    A density may be text: "0.01" and "1%" are the same. ValueError if there is no such codec.
+    """
+    if isinstance(what, Codec):
+        return what.copy()
+    if isinstance(what, Selection):
+        return Codec(what)
+    if isinstance(what, str):
+        return PRESETS[what][1]() if what in PRESETS else _top_density(_parse_density(what))
+    if not isinstance(what, int | float) or isinstance(what, bool):
+        raise ValueError(f"a codec is a Codec, a selection, a density or a preset's name, not {what!r}")
+    return _top_density(float(what))
+
+
+def _parse_density(text: str) -> float:
+    """Return the number in a text such as "0.01" or "1%"."""
+    number, percent, rest = text.partition("%")
     try:
-        return codec_for(what)
+        return float(number) / 100.0 if percent and not rest.strip() else float(text)
     except ValueError:
-        if isinstance(what, str) and what not in PRESETS:
-            known = ", ".join([*PRESETS, *TUNED])
-            raise ValueError(
-                f'no preset is called {what!r}; there are {known}, a density, or in attach "auto"'
-            ) from None
-        raise
+        known = f"there are {', '.join(PRESETS)}, a density such as 0.01"
+        raise ValueError(f'no preset is called {text!r}; {known}, or in attach "auto"') from None
+
+
+def _top_density(density: float) -> Codec:
+    """Return the codec for a density; ValueError if it looks like a percentage."""
+    if density == 1.0:
+        raise ValueError(
+            "a density of 1 sends every entry (100 %); did you mean 0.01 (1 %)? To send every entry, give TopK(1.0)"
+        )
+    return Codec(TopK(density))

@@ -364,7 +364,7 @@ codec = Codec(TopK(0.01, exact=exact))
 small = torch.randn(1000000)
 FrameReader(codec.encode({"small": small}), [1000000]).add_to([small])
 gradient, out = torch.randn(n), torch.ones(n)
-codec.load_state_dict({"version": 1, "step": 0, "selection": {}, "residuals": {"w": {"residual": torch.randn(n)}}})
+codec.load_state_dict({"version": 2, "step": 0, "selection": {}, "residuals": {"w": {"residual": torch.randn(n)}}})
 def beyond(work):
     open("/proc/self/clear_refs", "w").write("5")
     before = status("VmRSS")

@@ -43,7 +43,7 @@ from thinwire.tune.forecast import (
     Workload,
     forecast,
 )
-from thinwire.tune.presets import any_codec_for
+from thinwire.tune.presets import resolve_codec
 
 # Rates over which the answers are drawn: 1 Mbit/s to 100 Gbit/s.
 LOWEST, HIGHEST = 1e6, 1e11
@@ -304,7 +304,7 @@ def measure(
     codecs: dict[str, CodecTimes] = {}
     settings: list[Setting] = []
     for method in methods:
-        codec = any_codec_for(method)
+        codec = resolve_codec(method)
         codecs[method], density = _codec_times(meter, codec, named)
         settings += [Setting(method, e, density=density, bits=codec.values.bits) for e in EXCHANGES]
     return Figures(replace(work, codecs=codecs), tuple(settings), spread)

@@ -36,11 +36,11 @@ def advise_command(
 
     from thinwire.tools.lab.units import parse_delay
     from thinwire.tools.race.advise import make_report, probed_wire, subject_of, wire_of
-    from thinwire.tune.presets import any_codec_for
+    from thinwire.tune.presets import resolve_codec
 
     names = [name for name in dict.fromkeys(map(str.strip, methods.split(","))) if name not in ("dense", "fp16", "")]
     for name in names:
-        any_codec_for(name)
+        resolve_codec(name)
     wire = wire_of(hosts, rate, parse_delay(latency, "--latency"))
     if probe:
         if "RANK" not in os.environ:

@@ -17,7 +17,7 @@ from thinwire.codec.feedback import MomentumCorrection
 from thinwire.exchange.choose import NAMES
 from thinwire.hooks.attach import attach
 from thinwire.link.link import Link
-from thinwire.tune.presets import PRESETS, TUNED, any_codec_for
+from thinwire.tune.presets import PRESETS, resolve_codec
 
 BASELINES = {
     "infinite": "an infinite network: one number a bucket is exchanged, the gradients are not",
@@ -29,15 +29,15 @@ BASELINES = {
 
 def check_method(name: str) -> None:
     """ValueError if there is no method of this name."""
-    if name in BASELINES or name in PRESETS or name in TUNED or name == "auto":
+    if name in BASELINES or name in PRESETS or name == "auto":
         return
     base, plus, exchange = name.partition("+")
     if plus and exchange not in NAMES:
         raise ValueError(f"no exchange is called {exchange!r} in {name!r}; there are {', '.join(NAMES)}")
     try:
-        any_codec_for(base)
+        resolve_codec(base)
     except ValueError:
-        known = ", ".join([*BASELINES, *PRESETS, *TUNED, "auto"])
+        known = ", ".join(dict.fromkeys([*BASELINES, *PRESETS, "auto"]))
         raise ValueError(f"there is no method {name!r}; there are {known}, or a density such as 0.01") from None
 
 
@@ -50,7 +50,7 @@ def applies_momentum(name: str) -> bool:
     """Whether the method applies momentum before sending, so that the optimizer must not."""
     if name in BASELINES or name == "auto":
         return False
-    return isinstance(any_codec_for(name.split("+")[0]).feedback, MomentumCorrection)
+    return isinstance(resolve_codec(name.split("+")[0]).feedback, MomentumCorrection)
 
 
 class BackwardClock:

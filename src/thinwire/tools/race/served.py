@@ -15,7 +15,6 @@ from torch import Tensor
 from thinwire.codec.feedback import MomentumCorrection
 from thinwire.errors import MessageError, ThinwireError
 from thinwire.server.membership import Member
-from thinwire.server.protocol import named_codec
 from thinwire.server.replicas import check_on_loss
 from thinwire.server.schedule import check_policy
 from thinwire.server.server import Mode, Server
@@ -26,6 +25,7 @@ from thinwire.tools.race.training import Plan
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
 from thinwire.transport.base import Connection, Listener
 from thinwire.transport.limits import check_mtu
+from thinwire.tune.presets import resolve_codec
 
 Emit = Callable[[Event], None]
 _FIGURES = ("wall", "compute", "compress", "exchange", "apply", "loss", "density", "synchronise", "aggregate")
@@ -73,7 +73,7 @@ def check_terms(
     if mtu is not None:
         check_mtu(mtu)
     back = push if pull is None else pull
-    named_codec(push), named_codec(back), check_policy(policy)
+    resolve_codec(push), resolve_codec(back), check_policy(policy)
     way = {"transport": transport, "on_loss": on_loss, "mtu": mtu}
     return {"push": push, "pull": back, "mode": mode, "reduce": reduce, "policy": policy, **way}
 
@@ -85,7 +85,7 @@ class Serving:
         self.recipe, self.terms, self.emit = recipe, terms, emit
         self._splits = recipe.load(data)
         model, plan = recipe.build(terms.seed), terms.plan
-        ours = isinstance(named_codec(terms.push).feedback, MomentumCorrection)
+        ours = isinstance(resolve_codec(terms.push).feedback, MomentumCorrection)
         self.server = Server(
             model,
             recipe.optimizer(model, lr=plan.lr, momentum=0.0 if ours else plan.momentum),

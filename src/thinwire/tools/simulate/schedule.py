@@ -62,7 +62,7 @@ class Case:
 
 
 def even_slices(layers: Sequence[LayerTimes], of_largest: int) -> tuple[int, ...]:
-    """Cut every layer into slices of one size, as the server does; the layer that takes longest into so many."""
+    """Cutoff every layer into slices of one size, as the server does; the layer that takes longest into so many."""
     _check(of_largest > 0, f"the largest layer must have at least one slice, not {of_largest}")
     size = max(layer.transfer for layer in layers) / of_largest
     return tuple(max(1, math.ceil(layer.transfer / size - 1e-9)) if size else 1 for layer in layers)
