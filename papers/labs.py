@@ -16,13 +16,11 @@ from papers.study import Claim, Table, number
 from papers.workshop import Workshop
 from thinwire.codec.codec import Codec
 from thinwire.tools.events import RunLog, Step, read_log
-from thinwire.tools.race.launch import launch, make_plan
-from thinwire.tools.race.race import Field, Result, run_race
-from thinwire.tools.race.served import Terms
-from thinwire.tools.race.served_process import Served
-from thinwire.tools.race.train_served import ServedTraining
-from thinwire.tools.race.training import Plan
-from thinwire.tools.race.worker import Work, with_infinite
+from thinwire.tools.race.launch import Testbed, launch, make_plan
+from thinwire.tools.race.race import Result, run_race
+from thinwire.tools.race.served import ServedWork, ServerSettings
+from thinwire.tools.race.train import ServedTraining
+from thinwire.tools.race.training import Plan, Work, with_infinite
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.report.summary import reached
 
@@ -77,10 +75,12 @@ def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, fl
     """
     recipe, workers = get_recipe(bed.recipe), bed.hosts - 1
     plan = replace(_plan(replace(bed, hosts=workers), steps, steps + 1), target=None, test_samples=10, train_samples=10)
-    terms = Terms(plan, workers=workers, push=push, pull=pull, overlap=False, phased=True, timeout=60.0)
-    place = Field(workers, bed.rate, "thinwire reproduce")
+    terms = ServerSettings(
+        plan, workers=workers, method=push, pull_method=pull, overlap=False, phased=True, timeout=60.0
+    )
+    place = Testbed(workers, bed.rate, "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:
-        training = ServedTraining(recipe, Served(bed.recipe, bed.data, terms), place, Path(folder) / "log.jsonl")
+        training = ServedTraining(recipe, ServedWork(bed.recipe, bed.data, terms), place, Path(folder) / "log.jsonl")
         training.run()
         log = read_log(training.log)
     by_step: dict[int, list[Step]] = {}
@@ -153,9 +153,9 @@ def _race(
     recipe = get_recipe(bed.recipe)
     plan = replace(_plan(bed, steps, evaluate_every), target=target, test_samples=test_samples, train_samples=10)
     work = Work(bed.recipe, bed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
-    place = Field(bed.hosts, bed.rate, "thinwire reproduce")
+    place = Testbed(bed.hosts, bed.rate, "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:
-        return run_race(recipe, work, place, Path(folder), lambda run, event: None)
+        return run_race(recipe, work, place, Path(folder))
 
 
 def _plan(bed: Bed, steps: int, evaluate_every: int) -> Plan:

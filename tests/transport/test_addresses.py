@@ -86,7 +86,7 @@ def test_a_race_without_zeromq_makes_no_hosts() -> None:
     """It ends before its lab is built and says what to install."""
     program = (
         "import sys; sys.modules['zmq'] = None\n"
-        "import thinwire.tools.race.train_served as trained\n"
+        "import thinwire.tools.race.train as trained\n"
         "trained.launch = lambda *a, **k: sys.exit('hosts were made')\n"
         "from thinwire.tools.cli import main; sys.argv = ['thinwire', 'race', 'digits', '--transport', 'udp']; main()\n"
     )

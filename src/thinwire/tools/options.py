@@ -8,13 +8,16 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 STDOUT = Path("-")
 _json_stream: TextIO | None = None  # the real stdout while `--json -` sends everything else to stderr
@@ -148,6 +151,17 @@ def write_json(path: Path | None, figures: Any) -> None:
         raise ValueError(f"cannot write {path} ({error.strerror}): choose another place") from error
 
 
+@contextmanager
+def json_lines(path: Path | None) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that writes one line of JSON at a time to a file, to stdout (`-`), or nowhere (None)."""
+    if path is None or path == STDOUT:
+        stream = (_json_stream or sys.stdout) if path == STDOUT else None
+        yield lambda figures: None if stream is None else print(json.dumps(figures), file=stream, flush=True)
+        return
+    with path.open("w", encoding="utf-8") as file:
+        yield lambda figures: print(json.dumps(figures), file=file, flush=True)
+
+
 def verdict(bars: Iterable[bool | None]) -> int:
     """Print how many bars of a benchmark were missed and return the exit code; None is a bar not measured."""
     met = list(bars)
@@ -156,3 +170,19 @@ def verdict(bars: Iterable[bool | None]) -> int:
         said = f"{missed} of {len(met)} bars missed" if missed else f"none of {len(met)} bars missed"
         print(f"{said}, {unknown} not measured." if unknown else f"{said}.")
     return 1 if missed else 0
+
+
+def table_of(
+    rows: Sequence[Mapping[str, str]], *, title: str = "", caption: str = "", bold: Container[int] = ()
+) -> "Table":
+    """Return the table of all commands: a row per mapping, columns without any figure left out."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption or None, box=SIMPLE, collapse_padding=True, pad_edge=False)
+    columns = [name for name in rows[0] if any(row[name] not in ("-", "") for row in rows)]
+    for name in columns:
+        table.add_column(name, justify="left" if name in (columns[0], "exchange") else "right", no_wrap=True)
+    for number, row in enumerate(rows):
+        table.add_row(*(row[name] for name in columns), style="bold" if number in bold else "")
+    return table

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.server.serving import Ones, serving
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.tools.race.served import serve_metrics, status, table
+from thinwire.tools.race.serve_command import serve_metrics, status, table
 
 
 def test_figures_of_a_running_server() -> None:
