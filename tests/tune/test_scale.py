@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.tools.report.browser import render
 from thinwire.tools.cli import run
-from thinwire.tools.simulate.scale import EXCHANGES, Cluster, Point, Task, calibrated, off, predict, slowest
+from thinwire.tools.simulate.scale import EXCHANGES, Point, SimulatedCluster, Task, calibrated, off, predict, slowest
 
 TASK = Task(elements=1_000_000, frame=25_000.0, compute=0.05, encode=0.002, decode=0.0004)
-CLUSTER = Cluster(rate=100e6, latency=0.001)
-LAB = replace(CLUSTER, latency=0.0, cores=2, switching=0.001)
+CLUSTER = SimulatedCluster(rate=100e6, delay=0.001)
+LAB = replace(CLUSTER, delay=0.0, cores=2, switching=0.001)
 
 
 @pytest.mark.parametrize("n", [2, 16, 300])

@@ -10,7 +10,7 @@ from tests.tools.report.browser import render
 from thinwire.tools.cli import run
 from thinwire.tools.race.profile import LayerTimes, write_profile
 from thinwire.tools.simulate import gantt
-from thinwire.tools.simulate.schedule import Case, Outcome, compare, even_slices
+from thinwire.tools.simulate.schedule import Case, ScheduleOutcome, compare, even_slices
 
 COMMAND = ["simulate", "schedule"]
 SMALL = [*COMMAND, "--workers", "2", "--iterations", "3"]
@@ -103,11 +103,14 @@ def test_a_long_run_shows_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_the_verdict(times: dict[str, float], said: str) -> None:
-    assert gantt.verdict([Outcome(policy, makespan=time) for policy, time in times.items()]).startswith(said)
+    assert gantt.verdict([ScheduleOutcome(policy, makespan=time) for policy, time in times.items()]).startswith(said)
 
 
 def test_the_verdict_names_who_has_the_newest_copies() -> None:
-    outcomes = [Outcome("fifo", makespan=1.0, staleness_mean=2.0), Outcome("forward", makespan=1.0, staleness_mean=1.0)]
+    outcomes = [
+        ScheduleOutcome("fifo", makespan=1.0, staleness_mean=2.0),
+        ScheduleOutcome("forward", makespan=1.0, staleness_mean=1.0),
+    ]
     assert gantt.verdict(outcomes) == "All policies take 1000 ms; the copies are newest with forward."
 
 

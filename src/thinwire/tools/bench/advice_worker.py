@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.exchange.choose import NAMES
 from thinwire.tools.bench.ddp_worker import Contestant
-from thinwire.tools.race.advise import Report, Subject, make_report, probed_wire
+from thinwire.tools.race.advise import AdviceReport, Subject, make_report, probed_wire
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tune.forecast import forecast
 
@@ -31,7 +31,7 @@ def subject(batch: int) -> Subject:
     return Subject("cuda-convnet", model, loss, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
-def predicted(found: Report, contestant: Contestant) -> float:
+def predicted(found: AdviceReport, contestant: Contestant) -> float:
     """Seconds of a step with the exchange that the contestant really uses."""
     used = NAMES_OF.get(type(contestant.link.exchange)) if contestant.link is not None else None
     return min(

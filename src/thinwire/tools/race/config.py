@@ -1,10 +1,10 @@
 """Settings of `thinwire train` and `thinwire serve`, from a TOML file and from options, which override the file.
 
-A settings class declares every key once: its table, type, default and the comment that `--print-config` writes.
+The settings classes hold types and defaults; KEYS holds what `--print-config` writes about each setting.
 """
 
 import sys
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -17,82 +17,77 @@ Config = TypeVar("Config", bound="RunConfig")
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path, as a text"}
 
 
-def _key(table: str, comment: str, *, example: Any = None, least: float | None = None) -> dict[str, Any]:
-    """Describe a key; one whose default is None is printed as a comment with `example` for its value."""
-    return {"table": table, "comment": comment, "example": example, "least": least}
+@dataclass(frozen=True)
+class Key:
+    """What the configuration file says of a setting; the example is shown where the default is None."""
+
+    table: str
+    comment: str
+    example: Any = None
+    least: float | None = None
+
+
+KEYS = {
+    "workers": Key("training", "Number of workers. A server waits for them before training begins.", least=1),
+    "method": Key("training", "How gradients are averaged: dense, fp16, a preset, or a density such as 0.01."),
+    "batch": Key("training", "Samples per worker and step. Default: the recipe's.", 8, 1),
+    "lr": Key("training", "Learning rate. Default: the recipe's.", 0.01),
+    "target": Key("training", "Stop when the metric on the test split reaches it. Default: the recipe's.", 0.97),
+    "max_steps": Key("training", "Stop after this number of steps. Default: epochs.", 1000, 1),
+    "epochs": Key("training", "Stop after this number of passes over the data. Default: the recipe's.", 10.0),
+    "evaluate_every": Key("training", "Steps between evaluations. Default: a quarter of an epoch.", 50, 1),
+    "seed": Key("training", "Seed of the weights and of the data order."),
+    "data": Key("training", "Folder with the recipe's files.", "data"),
+    "checkpoint": Key("training", "Folder for checkpoints.", "checkpoints"),
+    "resume": Key("training", "Continue from the newest checkpoint in that folder."),
+    "server": Key("training", "Train with a parameter server, on one host more."),
+    "diagnose": Key("training", "Steps between two diagnoses of the compression; 0 makes none.", least=0),
+    "mode": Key("server", "Synchronisation: bsp (every step), ssp (bounded staleness) or async."),
+    "bound": Key("server", "With ssp: steps that the fastest worker may be ahead of the slowest.", least=0),
+    "pull_method": Key("server", "How the server compresses what it sends back. Default: as method.", "topk1"),
+    "reduce": Key("server", "The server applies the mean or the sum of the workers' gradients."),
+    "policy": Key("server", "Order of the requests on a link: fifo, filo, stalest or forward."),
+    "port": Key("server", "Port to listen on; 0 takes any that is free.", least=0),
+    "bind": Key("server", "Address to listen on; one beyond loopback needs keys."),
+    "keys": Key("server", "Folder made by thinwire keys new.", "keys"),
+    "insecure": Key("server", "Listen beyond loopback without keys."),
+    "timeout": Key("server", "Seconds without a heartbeat after which a worker is evicted.", least=0.5),
+    "save_every": Key("server", "Steps between checkpoints.", least=1),
+    "rate": Key("network", "Emulate hosts whose links have this rate. Default: local processes.", "100mbit"),
+    "loss": Key("network", "With rate and server: the share of packets that every link loses.", "1%"),
+    "transport": Key("network", "Transport between workers and server: tcp, udp, or mpi under mpirun."),
+    "on_loss": Key("network", "With udp: restore lost gradient entries to the residual, or ignore them."),
+    "mtu": Key("network", "With udp: bytes of a packet.", 1400),
+    "events": Key("output", "Event log. Default: a file in the folder runs.", "run.jsonl"),
+    "tensorboard": Key("output", "Folder for the same figures as TensorBoard scalars.", "board"),
+    "metrics": Key("output", "Port for Prometheus metrics, on loopback.", 9090, 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The keys that training and serving share."""
+    """The settings that training and serving share."""
 
-    workers: int = field(default=4, metadata=_key("training", "Number of workers: training processes.", least=1))
-    method: str = field(
-        default="topk1",
-        metadata=_key("training", "How gradients are averaged: dense, fp16, a preset, or a density such as 0.01."),
-    )
-    batch: int | None = field(
-        default=None,
-        metadata=_key("training", "Samples per worker and step. Default: the recipe's.", example=8, least=1),
-    )
-    lr: float | None = field(
-        default=None, metadata=_key("training", "Learning rate. Default: the recipe's.", example=0.01)
-    )
-    target: float | None = field(
-        default=None,
-        metadata=_key("training", "Training stops when the metric on the test split reaches this value.", example=0.97),
-    )
-    max_steps: int | None = field(
-        default=None, metadata=_key("training", "Training stops after this number of steps.", example=1000, least=1)
-    )
-    epochs: float | None = field(
-        default=None,
-        metadata=_key(
-            "training", "Training stops after so many passes over the data, unless max_steps is set.", example=10.0
-        ),
-    )
-    evaluate_every: int | None = field(
-        default=None,
-        metadata=_key("training", "Steps between evaluations. Default: a quarter of an epoch.", example=50, least=1),
-    )
-    seed: int = field(default=0, metadata=_key("training", "Seed of the weights and of the data order."))
-    data: Path | None = field(
-        default=None, metadata=_key("training", "Folder with the recipe's files.", example="data")
-    )
-    checkpoint: Path | None = field(
-        default=None, metadata=_key("training", "Folder for checkpoints.", example="checkpoints")
-    )
-
-    mode: str = field(
-        default="bsp", metadata=_key("server", "Synchronisation: bsp (every step), ssp (bounded staleness) or async.")
-    )
-    bound: int = field(
-        default=3,
-        metadata=_key("server", "With ssp: steps that the fastest worker may be ahead of the slowest.", least=0),
-    )
-    pull_method: str | None = field(
-        default=None,
-        metadata=_key("server", "How the server compresses what it sends back. Default: as method.", example="topk1"),
-    )
-    reduce: str = field(
-        default="mean", metadata=_key("server", "The server applies the mean or the sum of the workers' gradients.")
-    )
-    policy: str = field(
-        default="forward", metadata=_key("server", "Order of requests on a link: fifo, filo, stalest or forward.")
-    )
-
-    transport: str = field(
-        default="tcp", metadata=_key("network", "Transport between workers and server: tcp, udp, or mpi under mpirun.")
-    )
-    on_loss: str = field(
-        default="restore",
-        metadata=_key("network", "With udp: restore lost gradient entries to the residual, or ignore them."),
-    )
-    mtu: int | None = field(default=None, metadata=_key("network", "With udp: bytes of a packet.", example=1400))
-
-    events: Path | None = field(
-        default=None, metadata=_key("output", "Event log. Default: a file in the folder runs.", example="run.jsonl")
-    )
+    workers: int = 4
+    method: str = "topk1"
+    batch: int | None = None
+    lr: float | None = None
+    target: float | None = None
+    max_steps: int | None = None
+    epochs: float | None = None
+    evaluate_every: int | None = None
+    seed: int = 0
+    data: Path | None = None
+    checkpoint: Path | None = None
+    mode: str = "bsp"
+    bound: int = 3
+    pull_method: str | None = None
+    reduce: str = "mean"
+    policy: str = "forward"
+    transport: str = "tcp"
+    on_loss: str = "restore"
+    mtu: int | None = None
+    events: Path | None = None
 
     def plan_options(self) -> dict[str, Any]:
         """Return the settings that `make_plan` takes."""
@@ -107,9 +102,8 @@ class RunConfig:
 
     def refuse(self, names: tuple[str, ...], why: str) -> None:
         """Raise ValueError if any of these settings differs from its default, because it would have no effect."""
-        changed = [
-            item.name for item in fields(self) if item.name in names and getattr(self, item.name) != item.default
-        ]
+        given = [item for item in fields(self) if item.name in names]
+        changed = [item.name for item in given if getattr(self, item.name) != item.default]
         if changed:
             raise ValueError(f"{' and '.join(changed)} would have no effect: {why}")
 
@@ -118,50 +112,26 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """The settings of `thinwire train`."""
 
-    server: bool = field(default=False, metadata=_key("training", "Train with a parameter server, on one host more."))
-    resume: bool = field(
-        default=False, metadata=_key("training", "Continue from the newest checkpoint in the checkpoint folder.")
-    )
-    diagnose: int = field(
-        default=0, metadata=_key("training", "Steps between two diagnoses of the compression; 0 makes none.", least=0)
-    )
-    rate: str | None = _key(
-        "network",
-        None,
-        "Emulate hosts whose links have this rate. Default: processes on this machine.",
-        example="100mbit",
-    )
-    loss: str | None = field(
-        default=None,
-        metadata=_key("network", "With rate and server: share of packets that every link loses.", example="1%"),
-    )
-    tensorboard: Path | None = field(
-        default=None, metadata=_key("output", "Folder for the same figures as TensorBoard scalars.", example="board")
-    )
+    server: bool = False
+    resume: bool = False
+    diagnose: int = 0
+    rate: str | None = None
+    loss: str | None = None
+    tensorboard: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(RunConfig):
     """The settings of `thinwire serve`."""
 
-    workers: int = field(
-        default=1, metadata=_key("training", "Number of workers that training waits for before it begins.", least=1)
-    )
-    port: int = field(default=7077, metadata=_key("server", "Port to listen on; 0 takes any that is free.", least=0))
-    bind: str = field(
-        default="127.0.0.1", metadata=_key("server", "Address to listen on; one beyond loopback needs keys.")
-    )
-    keys: Path | None = field(
-        default=None, metadata=_key("server", "Folder made by `thinwire keys new`.", example="keys")
-    )
-    insecure: bool = field(default=False, metadata=_key("server", "Listen beyond loopback without keys."))
-    timeout: float = field(
-        default=10.0, metadata=_key("server", "Seconds without a heartbeat after which a worker is evicted.", least=0.5)
-    )
-    save_every: int = field(default=100, metadata=_key("server", "Steps between checkpoints.", least=1))
-    metrics: int | None = field(
-        default=None, metadata=_key("output", "Port for Prometheus metrics, on loopback.", example=9090, least=1)
-    )
+    workers: int = 1
+    port: int = 7077
+    bind: str = "127.0.0.1"
+    keys: Path | None = None
+    insecure: bool = False
+    timeout: float = 10.0
+    save_every: int = 100
+    metrics: int | None = None
 
 
 def load_config(kind: type[Config], path: Path | None, context: typer.Context) -> Config:
@@ -186,10 +156,7 @@ def _read(kind: type[RunConfig], path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot read the configuration {path}: {reason}") from error
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the configuration {path} is not TOML: {error}") from error
-    hints = get_type_hints(kind)
-    known: dict[str, dict[str, Field[Any]]] = {}
-    for item in fields(kind):
-        known.setdefault(item.metadata["table"], {})[item.name] = item
+    hints, known = get_type_hints(kind), _tables(kind)
     found: dict[str, Any] = {}
     for table, values in tables.items():
         if table not in known or not isinstance(values, dict):
@@ -197,13 +164,23 @@ def _read(kind: type[RunConfig], path: Path) -> dict[str, Any]:
         for name, value in values.items():
             if name not in known[table]:
                 raise ValueError(f"{path}: [{table}] has no key {name!r}; its keys are {', '.join(known[table])}")
-            found[name] = _checked(value, hints[name], known[table][name], f"{path}: [{table}] {name}")
+            found[name] = _checked(value, hints[name], KEYS[name].least, f"{path}: [{table}] {name}")
     return found
 
 
-def _checked(value: Any, hint: Any, item: Field[Any], where: str) -> Any:
-    """Return a value from the file as the key's type; ValueError names the key."""
-    kind, least = _kind(hint), item.metadata["least"]
+def _tables(kind: type[RunConfig]) -> dict[str, list[str]]:
+    """Return the names of a command's settings by table, in the order of KEYS."""
+    names = {item.name for item in fields(kind)}
+    found: dict[str, list[str]] = {}
+    for name, key in KEYS.items():
+        if name in names:
+            found.setdefault(key.table, []).append(name)
+    return found
+
+
+def _checked(value: Any, hint: Any, least: float | None, where: str) -> Any:
+    """Return a value from the file as the setting's type; ValueError names the key."""
+    kind = _kind(hint)
     accepted = {Path: (str,), float: (int, float)}.get(kind, (kind,))
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where} must be {_KINDS[kind]}, not {value!r}")
@@ -213,7 +190,7 @@ def _checked(value: Any, hint: Any, item: Field[Any], where: str) -> Any:
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of a key that may also be None."""
+    """Return the type of a setting that may also be None."""
     return next((kind for kind in get_args(hint) if kind is not NoneType), hint)
 
 
@@ -227,13 +204,13 @@ def config_text(kind: type[RunConfig], command: str) -> str:
         f"# Settings of `{command}`. Use it with `{command} RECIPE --config FILE`; options override it.",
         "# A key without a default is commented out and shows an example.",
     ]
-    for table in dict.fromkeys(item.metadata["table"] for item in fields(kind)):
+    defaults = kind()
+    for table, names in _tables(kind).items():
         lines += ["", f"[{table}]"]
-        for item in fields(kind):
-            if item.metadata["table"] == table:
-                given = item.default is not None
-                value = _toml(item.default if given else item.metadata["example"])
-                lines += [f"# {item.metadata['comment']}", f"{'' if given else '# '}{item.name} = {value}"]
+        for name in names:
+            value, key = getattr(defaults, name), KEYS[name]
+            written = f"# {name} = {_toml(key.example)}" if value is None else f"{name} = {_toml(value)}"
+            lines += [f"# {key.comment}", written]
     return "\n".join(lines)
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.report.markup import Pairs, Row, fill, replace_file
-from thinwire.tools.simulate.schedule import Case, Interval, Outcome, winner
+from thinwire.tools.simulate.schedule import Case, Interval, ScheduleOutcome, winner
 
 # A browser draws so many bars at ease; of a longer run the first steps are shown.
 MOST_BARS = 24_000
 LANES = ("forward", "backward", "push", "pull")
 
 
-def write_gantt(case: Case, outcomes: Sequence[Outcome], path: Path, *, command: str = "") -> None:
+def write_gantt(case: Case, outcomes: Sequence[ScheduleOutcome], path: Path, *, command: str = "") -> None:
     """Write one self-contained page about a case and what each policy made of it."""
     page = fill(
         "gantt",
@@ -27,7 +27,7 @@ def write_gantt(case: Case, outcomes: Sequence[Outcome], path: Path, *, command:
     replace_file(path, page)
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
+def verdict(outcomes: Sequence[ScheduleOutcome]) -> str:
     """One sentence: who wins, and by how much over first in, first out (or over the slowest)."""
     best = winner(outcomes)
     time = f"{1000 * best.makespan:.5g} ms"
@@ -45,7 +45,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return f"{who} {time}, {saved:.1%} less than {other.policy} ({1000 * other.makespan:.5g} ms)."
 
 
-def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
+def _rows(outcomes: Sequence[ScheduleOutcome]) -> list[Row]:
     """The comparison as text, one row per policy."""
     best = winner(outcomes).makespan or 1.0
     return [
@@ -75,7 +75,7 @@ def _facts(case: Case) -> Pairs:
     return [*facts, ("latency", f"{1000 * case.latency:.4g} ms")] if case.latency else facts
 
 
-def _data(case: Case, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _data(case: Case, outcomes: Sequence[ScheduleOutcome]) -> dict[str, Any]:
     """Everything that the page's script needs; times in milliseconds."""
     steps = _steps_shown(case, outcomes)
     return {
@@ -96,7 +96,7 @@ def _data(case: Case, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _steps_shown(case: Case, outcomes: Sequence[Outcome]) -> int:
+def _steps_shown(case: Case, outcomes: Sequence[ScheduleOutcome]) -> int:
     counts = Counter(i.clock for o in outcomes for i in o.intervals)
     total, shown = 0, 0
     while shown < case.iterations and (total := total + counts[shown]) <= MOST_BARS:

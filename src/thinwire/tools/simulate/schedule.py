@@ -87,7 +87,7 @@ class Interval:
 
 
 @dataclass
-class Outcome:
+class ScheduleOutcome:
     """What one policy makes of a case, in seconds."""
 
     policy: str
@@ -99,7 +99,7 @@ class Outcome:
     intervals: list[Interval] = field(default_factory=list)
 
 
-def winner(outcomes: Sequence[Outcome]) -> Outcome:
+def winner(outcomes: Sequence[ScheduleOutcome]) -> ScheduleOutcome:
     """The least makespan; of equal ones the least staleness, then one that does not starve, then the first named."""
     return min(outcomes, key=lambda outcome: (outcome.makespan, outcome.staleness_mean, outcome.policy == "filo"))
 
@@ -237,7 +237,7 @@ class SimulatedWorker:
             return pushes + pulls  # no pull can bring this step before its last push is there
         return [request for pair in zip(pushes, pulls, strict=True) for request in pair]
 
-    def take(self, answer: "Answer") -> None:
+    def take(self, answer: "SimulatedAnswer") -> None:
         """A slice has come; a copy is as new as its oldest slice."""
         layer, part = answer.request.layer, answer.request.part
         self.copy[layer][part], self.answered[layer][part] = answer.version, answer.request.clock
@@ -249,7 +249,7 @@ class SimulatedWorker:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SimulatedAnswer:
     """A slice of the parameters on its way to a worker."""
 
     request: Request
@@ -292,7 +292,7 @@ class SimulatedServer:
                 self.asked[layer].append((worker, pull))
         return answered
 
-    def answer(self, number: int) -> Answer | None:
+    def answer(self, number: int) -> SimulatedAnswer | None:
         """The next answer to a worker. It is made when it goes, not when it was asked for: it is that much newer."""
         pool, sent = self.pools[number], self.sent[number]
         request = pool.next()
@@ -301,15 +301,15 @@ class SimulatedServer:
         layer, part = request.layer, request.part
         sent[layer][part] = version = self.version(layer, part)
         pool.known.here[layer] = min(sent[layer])
-        return Answer(request, version)
+        return SimulatedAnswer(request, version)
 
 
-def simulate(case: Case, policy: str) -> Outcome:
+def simulate(case: Case, policy: str) -> ScheduleOutcome:
     """Run one policy through a case."""
     return _Simulation(case, check_policy(policy).name).run()
 
 
-def compare(case: Case, policies: Sequence[str]) -> list[Outcome]:
+def compare(case: Case, policies: Sequence[str]) -> list[ScheduleOutcome]:
     """Run several policies through a case, in the order given."""
     for policy in policies:
         check_policy(policy)
@@ -318,18 +318,18 @@ def compare(case: Case, policies: Sequence[str]) -> list[Outcome]:
 
 class _Simulation:
     def __init__(self, case: Case, policy: str) -> None:
-        self.case, self.outcome = case, Outcome(policy)
+        self.case, self.outcome = case, ScheduleOutcome(policy)
         self.workers = [SimulatedWorker(case, policy, number) for number in range(case.workers)]
         self.server = SimulatedServer(case, policy)
         self.up: SharedLink[Request] = SharedLink(case.workers, case.server_rate)
-        self.down: SharedLink[Answer] = SharedLink(case.workers, case.server_rate)
+        self.down: SharedLink[SimulatedAnswer] = SharedLink(case.workers, case.server_rate)
         self.waits = [0.0] * len(case.layers)
         self.lags: list[int] = []
         self.now, self.order = 0.0, 0
         self.stirred = set(range(case.workers))  # for whom something happened, so that something may begin
         self.events: list[tuple[float, int, Callable[[], None]]] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> ScheduleOutcome:
         self._begin()
         while (moment := self._next_time()) is not None:
             self.now = moment
@@ -404,7 +404,7 @@ class _Simulation:
             self.outcome.makespan = rounded(self.now + self.case.latency)
         self._later(self.case.latency, arrive)
 
-    def _down_through(self, delivery: Delivery[Answer]) -> None:
+    def _down_through(self, delivery: Delivery[SimulatedAnswer]) -> None:
         request, worker = delivery.message.request, self.workers[delivery.lane]
         pool = self.server.pools[worker.number]
 
