@@ -34,7 +34,7 @@ def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_options_reach_the_model(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
     options = "--layers 3 --forward 0.5 --backward 1,2,3 --slices 1,2,3 --staleness 2 --waits-for copy --versions layer"
-    more = "--window 4 --server-rate 2 --latency 0.1 --slow 1,3 --policies stalest"
+    more = "--window 4 --server-rate 2 --delay 0.1 --slow 1,3 --policies stalest"
     assert run([*SMALL, *options.split(), *more.split(), "--json", str(target)]) == 0
     given = json.loads(target.read_text())["case"]
     assert [layer["backward"] for layer in given["layers"]] == [0.001, 0.002, 0.003]

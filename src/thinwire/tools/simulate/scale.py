@@ -255,7 +255,7 @@ def _unit(point: Point, task: Task, name: str, cluster: SimulatedCluster) -> flo
 
 
 def _least_squares(columns: Array, wanted: Array) -> Array:
-    """Solve by least squares without negative values: the most negative unknown becomes 0 and the rest is solved again."""
+    """Solve by least squares; the most negative unknown becomes 0 and the rest is solved again until none is left."""
     used = [i for i in range(columns.shape[1]) if np.any(columns[:, i])]
     solution = np.zeros(columns.shape[1])
     while used:
