@@ -16,7 +16,7 @@ from papers.study import Claim, Table, number
 from papers.workshop import Workshop
 from thinwire.codec.codec import Codec
 from thinwire.tools.events import RunLog, Step, read_log
-from thinwire.tools.race.launch import Testbed, launch, make_plan
+from thinwire.tools.race.launch import ClusterSpec, launch, make_plan
 from thinwire.tools.race.race import Result, run_race
 from thinwire.tools.race.served import ServedWork, ServerSettings
 from thinwire.tools.race.train import ServedTraining
@@ -78,7 +78,7 @@ def served_phases(bed: Bed, push: str, pull: str, *, steps: int) -> dict[str, fl
     terms = ServerSettings(
         plan, workers=workers, method=push, pull_method=pull, overlap=False, phased=True, timeout=60.0
     )
-    place = Testbed(workers, bed.rate, "thinwire reproduce")
+    place = ClusterSpec(workers, bed.rate, "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:
         training = ServedTraining(recipe, ServedWork(bed.recipe, bed.data, terms), place, Path(folder) / "log.jsonl")
         training.run()
@@ -153,7 +153,7 @@ def _race(
     recipe = get_recipe(bed.recipe)
     plan = replace(_plan(bed, steps, evaluate_every), target=target, test_samples=test_samples, train_samples=10)
     work = Work(bed.recipe, bed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
-    place = Testbed(bed.hosts, bed.rate, "thinwire reproduce")
+    place = ClusterSpec(bed.hosts, bed.rate, "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:
         return run_race(recipe, work, place, Path(folder))
 

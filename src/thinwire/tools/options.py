@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -182,7 +182,9 @@ def table_of(
     table = Table(title=title, caption=caption or None, box=SIMPLE, collapse_padding=True, pad_edge=False)
     columns = [name for name in rows[0] if any(row[name] not in ("-", "") for row in rows)]
     for name in columns:
-        table.add_column(name, justify="left" if name in (columns[0], "exchange") else "right", no_wrap=True)
+        first = name == columns[0]  # folds where the table would not fit the terminal
+        justify: Literal["left", "right"] = "left" if first or name == "exchange" else "right"
+        table.add_column(name, justify=justify, no_wrap=not first, overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(*(row[name] for name in columns), style="bold" if number in bold else "")
     return table

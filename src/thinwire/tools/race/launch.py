@@ -25,7 +25,7 @@ LINE_EVERY = 5.0  # seconds between two lines of progress where there is no term
 
 
 @dataclass(frozen=True)
-class Testbed:
+class ClusterSpec:
     """Where a training runs: its workers, the rate of their links (None: local processes), and the command typed."""
 
     workers: int

@@ -15,7 +15,7 @@ from thinwire.server.replicas import check_on_loss
 from thinwire.tools.events import EventLog, RunLog, read_log
 from thinwire.tools.lab.units import parse_loss
 from thinwire.tools.options import listed
-from thinwire.tools.race.launch import Follower, RunProgress, Testbed, launch
+from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
 from thinwire.tools.race.served import ServedWork, ServerSettings
 from thinwire.tools.race.train import ServedTraining, describe_run
 from thinwire.tools.race.training import Plan, Work
@@ -73,7 +73,7 @@ class MethodResult:
 class Result:
     """The results of a race between methods."""
 
-    place: Testbed
+    place: ClusterSpec
     recipe: str
     metric: str
     target: float | None
@@ -141,7 +141,7 @@ class RaceStopped(KeyboardInterrupt):
         self.result = result
 
 
-def run_race(recipe: Recipe, work: Work, place: Testbed, logs: Path, progress: RunProgress | None = None) -> Result:
+def run_race(recipe: Recipe, work: Work, place: ClusterSpec, logs: Path, progress: RunProgress | None = None) -> Result:
     """Run all methods and write a log for each into the folder `logs`; RaceStopped if Ctrl-C ends it."""
     writers = [
         EventLog(
@@ -165,7 +165,7 @@ def run_race(recipe: Recipe, work: Work, place: Testbed, logs: Path, progress: R
     return summed_up(recipe, work.plan, place, [writer.log for writer in writers])
 
 
-def summed_up(recipe: Recipe, plan: Plan, place: Testbed, logs: list[RunLog]) -> Result:
+def summed_up(recipe: Recipe, plan: Plan, place: ClusterSpec, logs: list[RunLog]) -> Result:
     """Return the results that the logs of a race amount to."""
     infinite_logs = [log for log in logs if log.run.method == "infinite"]
     raced = [log for log in logs if log.run.method != "infinite"]
@@ -244,7 +244,7 @@ class TransportResult:
 class LossResult:
     """The results of a race between transports."""
 
-    place: Testbed
+    place: ClusterSpec
     recipe: str
     metric: str
     runs: list[TransportResult]
@@ -301,7 +301,7 @@ class LossRace:
     name: str
     data: Path | None
     plan: Plan
-    place: Testbed
+    place: ClusterSpec
     ways: Sequence[Way]
     method: str = "topk1"
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from thinwire.tools import options
 
 if TYPE_CHECKING:
-    from thinwire.tools.race.launch import Testbed
+    from thinwire.tools.race.launch import ClusterSpec
     from thinwire.tools.race.race import LossRace, Result
     from thinwire.tools.race.training import Work
     from thinwire.tools.recipes.recipe import Recipe
@@ -48,7 +48,7 @@ def race_command(
     method: Annotated[str, typer.Option(help="With --transport: the method of both directions.")] = "topk1",
 ) -> None:
     """Train a recipe with each method, or over each transport, on the same network."""
-    from thinwire.tools.race.launch import Testbed, make_plan
+    from thinwire.tools.race.launch import ClusterSpec, make_plan
     from thinwire.tools.race.race import LossRace, ways
     from thinwire.tools.race.training import Work, with_infinite
     from thinwire.tools.recipes import get_recipe
@@ -68,7 +68,7 @@ def race_command(
         evaluate_every=evaluate_every,
         diagnose=diagnose,
     )
-    place = Testbed(workers, options.link_rate(rate), options.invocation())
+    place = ClusterSpec(workers, options.link_rate(rate), options.invocation())
     if transport is not None:
         lasting = plan if target is not None else replace(plan, target=None)  # all make the same number of steps
         _race_transports(LossRace(made, recipe, data, lasting, place, compared, method), logs, json_file, report)
@@ -100,7 +100,7 @@ def _check(context: typer.Context, transport: str | None, rate: str) -> None:
 
 
 def _race_methods(
-    made: "Recipe", work: "Work", place: "Testbed", logs: Path | None, json_file: Path | None, report: Path | None
+    made: "Recipe", work: "Work", place: "ClusterSpec", logs: Path | None, json_file: Path | None, report: Path | None
 ) -> None:
     from thinwire.tools.race.launch import RunProgress
     from thinwire.tools.race.race import RaceStopped, run_race

@@ -93,10 +93,10 @@ def _serve(
 ) -> None:
     """Serve with an event log, and say how the training ended."""
     from thinwire.tools.events import EventLog
-    from thinwire.tools.race.launch import Follower, Testbed
+    from thinwire.tools.race.launch import ClusterSpec, Follower
     from thinwire.tools.race.train import describe_served
 
-    made, place = serving.recipe, Testbed(serving.settings.workers, None, options.invocation())
+    made, place = serving.recipe, ClusterSpec(serving.settings.workers, None, options.invocation())
     run = describe_served(made, serving.settings, place)
     with (
         options.json_lines(json_file) as write,

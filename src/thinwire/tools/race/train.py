@@ -15,7 +15,7 @@ from thinwire.server.checkpoint import stored_step
 from thinwire.tools.events import EventLog, Run
 from thinwire.tools.lab.units import parse_loss
 from thinwire.tools.observe import describe_machine, mirrors, now
-from thinwire.tools.race.launch import Follower, RunProgress, Testbed, launch
+from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
 from thinwire.tools.race.served import ServedWork, ServerSettings, run_server, run_worker
 from thinwire.tools.race.training import Plan, Work, run_all
 from thinwire.tools.recipes.recipe import Recipe
@@ -23,7 +23,7 @@ from thinwire.tools.report.summary import last_value, reached
 from thinwire.transport.addresses import require
 
 
-def describe_run(recipe: Recipe, plan: Plan, place: Testbed, method: str, seed: int) -> Run:
+def describe_run(recipe: Recipe, plan: Plan, place: ClusterSpec, method: str, seed: int) -> Run:
     """Return the first record of a run's log."""
     return Run(
         command=place.command,
@@ -43,7 +43,7 @@ def describe_run(recipe: Recipe, plan: Plan, place: Testbed, method: str, seed: 
 
 
 def describe_served(
-    recipe: Recipe, settings: ServerSettings, place: Testbed, label: str = "", loss: str | None = None
+    recipe: Recipe, settings: ServerSettings, place: ClusterSpec, label: str = "", loss: str | None = None
 ) -> Run:
     """Return the first record of a log that a parameter server writes; `label` replaces the method's name."""
     suffix = f"-{settings.on_loss}" if settings.transport == "udp" else ""
@@ -82,7 +82,7 @@ class DdpTraining:
 
     recipe: Recipe
     work: Work
-    place: Testbed
+    place: ClusterSpec
     log: Path
     tensorboard: Path | None = None
 
@@ -128,7 +128,7 @@ class ServedTraining:
 
     recipe: Recipe
     work: ServedWork
-    place: Testbed
+    place: ClusterSpec
     log: Path
     loss: str | None = None  # share of packets that the emulated links lose
     label: str = ""  # the method's name in the log

@@ -42,7 +42,7 @@ def train_command(
     print_config: Annotated[bool, _PRINT] = False,
 ) -> None:
     """Train a recipe with compressed gradients."""
-    from thinwire.tools.race.launch import Testbed, make_plan
+    from thinwire.tools.race.launch import ClusterSpec, make_plan
     from thinwire.tools.race.served import ServedWork, ServerSettings
     from thinwire.tools.race.train import DdpTraining, ServedTraining
     from thinwire.tools.race.training import Work
@@ -54,7 +54,7 @@ def train_command(
     made = get_recipe(recipe)
     count = chosen.workers if chosen.server else _world(chosen.workers)
     plan = make_plan(made, workers=count, resume=chosen.resume, diagnose=chosen.diagnose, **chosen.plan_options())
-    place = Testbed(count, options.link_rate(chosen.rate), options.invocation())
+    place = ClusterSpec(count, options.link_rate(chosen.rate), options.invocation())
     path = options.log_path(chosen.events, f"{made.name}-{chosen.method}")
     if chosen.server:
         settings = ServerSettings(plan, save_every=plan.evaluate_every, **chosen.server_options())
