@@ -51,7 +51,6 @@ LearningRate = Annotated[float | None, typer.Option(help="Learning rate.")]
 Workers = Annotated[int, typer.Option(min=2, help="Workers: training processes, one on each emulated host.")]
 WorkerCounts = Annotated[str, typer.Option("--workers", help="Numbers of workers, comma-separated.")]
 Rate = Annotated[str, typer.Option(help="Rate of every worker's link: 100mbit; none leaves it unlimited.")]
-Rates = Annotated[str, typer.Option("--rates", help="Rates of every worker's link, comma-separated.")]
 Delay = Annotated[str, typer.Option(help="One-way delay between two workers: 200us, 5ms.")]
 Method = Annotated[str, typer.Option(help="How gradients are averaged: dense, fp16, a preset, a density, auto.")]
 Methods = Annotated[str, typer.Option(help="Methods to average gradients, comma-separated.")]
@@ -70,9 +69,6 @@ Page = Annotated[
 ]
 Config = Annotated[
     Path | None, typer.Option("--config", metavar="PATH", help="TOML file with further settings; options override it.")
-]
-PrintConfig = Annotated[
-    bool, typer.Option("--print-config", help="Print a configuration file with all defaults, and exit.")
 ]
 
 

@@ -254,12 +254,12 @@ def _made(name: str) -> Any:
     try:
         return get_recipe(name)
     except RecipeError as error:
-        module, colon, function = name.partition(":")
+        where, colon, function = name.rpartition(":")
         if not colon or "returned" not in str(error):
             raise
         import sys
 
-        made = getattr(sys.modules[module], function)()
+        made = getattr(sys.modules[Path(where).stem if where.endswith(".py") else where], function)()
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
             return made
         raise RecipeError(
@@ -450,6 +450,24 @@ class AdviceReport:
         """Return the rate up to which each method is worth it."""
         return crossings(self.settings, self.figures.work, self.wire.at)
 
+    def rows(self) -> list[Row]:
+        """Return the table: one line for each method."""
+        limits = self.crossings()
+        return [
+            {
+                "method": row.method,
+                "step": _ms(row.seconds),
+                "±": f"{row.uncertainty:.0%}",
+                "overhead": f"{row.overhead:+.0%}",
+                "sent": megabytes(row.sent),
+                "eff.": f"{row.efficiency:.0%}",
+                "alpha": f"{row.alpha:.2f}",
+                "exchange": row.exchange.partition("-")[0],
+                "pays up to": "" if row.method == "dense" else _rate(limits[row.method]),
+            }
+            for row in self.advice.rows
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
         work = self.figures.work
@@ -487,7 +505,7 @@ class AdviceReport:
                 "link": self.wire.shown,
                 "step without communication": f"{1e3 * work.compute:,.1f} ms",
             },
-            table=[cells(row) for row in self.advice.rows],
+            table=[{**row, "setting": p.setting} for row, p in zip(self.rows(), self.advice.rows, strict=True)],
             made={
                 "Command": self.command,
                 "Machine": describe_machine(),
@@ -519,18 +537,10 @@ def _figures(row: Prediction) -> dict[str, Any]:
     }
 
 
-def cells(row: Prediction) -> Row:
-    """Return a prediction as the cells of the page's table."""
-    return {
-        "Method": row.method,
-        "Step": _ms(row.seconds),
-        "Uncertainty": f"± {row.uncertainty:.0%}",
-        "Overhead": f"{row.overhead:+.0%}",
-        "Sent per worker": megabytes(row.sent),
-        "Efficiency": f"{row.efficiency:.0%}",
-        "Alpha": f"{row.alpha:.2f}",
-        "Setting": row.setting,
-    }
+def _rate(rate: float | None) -> str:
+    if rate is None:
+        return "any rate"
+    return f"{rate / 1e9:.2g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.2g} Mbit/s"
 
 
 def make_report(subject: Subject, wire: Wire, methods: list[str], command: str) -> AdviceReport:

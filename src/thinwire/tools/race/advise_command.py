@@ -59,32 +59,10 @@ def advise_command(
 
 
 def _show(found: "AdviceReport", page: Path | None) -> None:
-    compute, limits = found.figures.work.compute, found.crossings()
-    rows = [
-        {
-            "method": row.method,
-            "step ms": f"{1e3 * row.seconds:,.1f}",
-            "±": f"{row.uncertainty:.0%}",
-            "overhead": f"{row.overhead:+.0%}",
-            "MB": f"{row.sent / 1e6:.3g}",
-            "eff.": f"{row.efficiency:.0%}",
-            "alpha": f"{row.alpha:.2f}",
-            "exchange": row.exchange.partition("-")[0],
-            "pays up to": "" if row.method == "dense" else _rate(limits[row.method]),
-        }
-        for row in found.advice.rows
-    ]
-    caption = f"A step without communication: {1e3 * compute:,.1f} ms. MB: sent per worker. eff.: share of computing"
-    best = found.advice.rows.index(found.advice.best)
-    console = Console()
-    title = f"{found.subject}: {found.workers} workers at {found.wire.shown}"
-    console.print(options.table_of(rows, title=title, caption=caption, bold=(best,)))
+    compute, best = found.figures.work.compute, found.advice.rows.index(found.advice.best)
+    caption = f"A step without communication: {1e3 * compute:,.1f} ms. sent: per worker. eff.: share of computing"
+    console, title = Console(), f"{found.subject}: {found.workers} workers at {found.wire.shown}"
+    console.print(options.table_of(found.rows(), title=title, caption=caption, bold=(best,)))
     console.print(found.advice.verdict, highlight=False)
     if page is not None:
         console.print(f"The page is {page}.", highlight=False)
-
-
-def _rate(rate: float | None) -> str:
-    if rate is None:
-        return "any rate"
-    return f"{rate / 1e9:.2g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.2g} Mbit/s"

@@ -220,12 +220,13 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str | Path) else repr(value)
 
 
-def printer(kind: type[RunConfig], command: str) -> Any:
-    """Return the callback of `--print-config`, which prints the file and ends the command."""
+def print_option(kind: type[RunConfig], command: str) -> Any:
+    """Return the option `--print-config`, which prints the file and ends the command."""
 
     def show(asked: bool) -> None:
         if asked:
             typer.echo(config_text(kind, command))
             raise typer.Exit
 
-    return show
+    text = "Print a configuration file with all defaults, and exit."
+    return typer.Option("--print-config", is_eager=True, callback=show, help=text)

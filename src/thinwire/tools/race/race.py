@@ -83,17 +83,8 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
-        return {
-            "workers": self.place.workers,
-            "rate": self.place.rate or "none",
-            "recipe": self.recipe,
-            "target": self.target,
-            "infinite_ms": self.infinite_ms,
-            "methods": [asdict(method) for method in self.methods],
-            "verdict": self.verdict(),
-            "version": thinwire.__version__,
-            "command": self.place.command,
-        }
+        methods = [asdict(method) for method in self.methods]
+        return {"target": self.target, "infinite_ms": self.infinite_ms, "methods": methods, **_common(self)}
 
     def verdict(self) -> str:
         """Say whether compression is worth it here, as far as that was measured."""
@@ -131,6 +122,18 @@ class Result:
             lower = "only " if best.test_accuracy < dense.test_accuracy else ""
             said += f"; after the same number of steps {best.name} has {lower}{ours} {self.metric}, dense {theirs}"
         return f"{said}. Give a --target that dense reaches."
+
+
+def _common(result: "Result | LossResult") -> dict[str, Any]:
+    """Return the figures that all races write."""
+    return {
+        "workers": result.place.workers,
+        "rate": result.place.rate or "none",
+        "recipe": result.recipe,
+        "verdict": result.verdict(),
+        "version": thinwire.__version__,
+        "command": result.place.command,
+    }
 
 
 class RaceStopped(KeyboardInterrupt):
@@ -252,15 +255,7 @@ class LossResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
-        return {
-            "workers": self.place.workers,
-            "rate": self.place.rate or "none",
-            "recipe": self.recipe,
-            "runs": [asdict(run) for run in self.runs],
-            "verdict": self.verdict(),
-            "version": thinwire.__version__,
-            "command": self.place.command,
-        }
+        return {"runs": [asdict(run) for run in self.runs], **_common(self)}
 
     def verdict(self) -> str:
         """Say at which loss a step waits less over udp than over tcp."""

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from thinwire.errors import ThinwireError
 from thinwire.tools import options
-from thinwire.tools.race.config import ServeConfig, load_config, printer
+from thinwire.tools.race.config import ServeConfig, load_config, print_option
 
 if TYPE_CHECKING:
     from thinwire.server.server import Server
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from thinwire.transport.base import Listener
 
 LINE_EVERY = 5.0  # seconds between two lines of progress where there is no terminal
-_PRINT = typer.Option(
-    "--print-config",
-    is_eager=True,
-    callback=printer(ServeConfig, "thinwire serve"),
-    help="Print a configuration file with all defaults, and exit.",
-)
 
 
 def serve_command(
@@ -55,7 +49,7 @@ def serve_command(
         ),
     ] = None,
     config: options.Config = None,
-    print_config: Annotated[bool, _PRINT] = False,
+    print_config: Annotated[bool, print_option(ServeConfig, "thinwire serve")] = False,
 ) -> None:
     """Serve a recipe's model to workers (thinwire work), which may join and leave."""
     from thinwire.tools.race.launch import make_plan

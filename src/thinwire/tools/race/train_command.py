@@ -11,16 +11,10 @@ import typer
 from rich.console import Console
 
 from thinwire.tools import options
-from thinwire.tools.race.config import TrainConfig, load_config, printer
+from thinwire.tools.race.config import TrainConfig, load_config, print_option
 
 # Settings of the parameter server alone.
 SERVED = ("mode", "bound", "pull_method", "reduce", "policy", "on_loss", "mtu")
-_PRINT = typer.Option(
-    "--print-config",
-    is_eager=True,
-    callback=printer(TrainConfig, "thinwire train"),
-    help="Print a configuration file with all defaults, and exit.",
-)
 
 
 def train_command(
@@ -39,7 +33,7 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     server: Annotated[bool, typer.Option("--server", help="Use a parameter server, on one host more.")] = False,
     config: options.Config = None,
-    print_config: Annotated[bool, _PRINT] = False,
+    print_config: Annotated[bool, print_option(TrainConfig, "thinwire train")] = False,
 ) -> None:
     """Train a recipe with compressed gradients."""
     from thinwire.tools.race.launch import ClusterSpec, make_plan

@@ -223,25 +223,14 @@ def _tell(case: "Case", outcomes: "list[ScheduleOutcome]", json_file: Path | Non
 
 
 def _table(case: "Case", outcomes: "list[ScheduleOutcome]") -> "Table":
+    from thinwire.tools.simulate.gantt import comparison
     from thinwire.tools.simulate.schedule import winner
 
     best = winner(outcomes).makespan
-    rows = [
-        {
-            "policy": o.policy,
-            "makespan ms": f"{1000 * o.makespan:,.1f}",
-            "step ms": f"{1000 * o.step:,.2f}",
-            "to the best": "-" if o.makespan == best else f"{o.makespan / best - 1:+.1%}",
-            "waiting ms": f"{1000 * sum(o.waiting):,.2f}",
-            "staleness": f"{o.staleness_mean:.2f}",
-            "most": f"{o.staleness_max}",
-        }
-        for o in outcomes
-    ]
     title = f"{case.workers} workers, {len(case.layers)} layers, {case.iterations} steps, B = {case.staleness}"
     caption = "waiting: of a step's forward pass; staleness: of the copies it used, in steps"
     fastest = [number for number, o in enumerate(outcomes) if o.makespan == best]
-    return options.table_of(rows, title=title, caption=caption, bold=fastest)
+    return options.table_of(comparison(outcomes), title=title, caption=caption, bold=fastest)
 
 
 def _from_profile(path: Path, layers: int | None, given: tuple[str | None, ...]) -> "tuple[LayerTimes, ...]":

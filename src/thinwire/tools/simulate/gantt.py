@@ -20,7 +20,7 @@ def write_gantt(case: Case, outcomes: Sequence[ScheduleOutcome], path: Path, *, 
         title=f"Request scheduling: {case.workers} workers, {len(case.layers)} layers",
         verdict=verdict(outcomes),
         facts=_facts(case),
-        table=_rows(outcomes),
+        table=comparison(outcomes),
         runs=[("Command", command)] if command else [],
         data=_data(case, outcomes),
     )
@@ -45,18 +45,18 @@ def verdict(outcomes: Sequence[ScheduleOutcome]) -> str:
     return f"{who} {time}, {saved:.1%} less than {other.policy} ({1000 * other.makespan:.5g} ms)."
 
 
-def _rows(outcomes: Sequence[ScheduleOutcome]) -> list[Row]:
+def comparison(outcomes: Sequence[ScheduleOutcome]) -> list[Row]:
     """Return the comparison as text, one row per policy."""
     best = winner(outcomes).makespan or 1.0
     return [
         {
-            "Policy": o.policy,
-            "Makespan": f"{1000 * o.makespan:,.1f} ms",
-            "Step": f"{1000 * o.step:,.2f} ms",
-            "To the best": "–" if o.makespan == best else f"{o.makespan / best - 1:+.1%}",
-            "Waiting per step": f"{1000 * sum(o.waiting):,.2f} ms",
-            "Mean staleness": f"{o.staleness_mean:.2f}",
-            "Max staleness": f"{o.staleness_max}",
+            "policy": o.policy,
+            "makespan": f"{1000 * o.makespan:,.1f} ms",
+            "step": f"{1000 * o.step:,.2f} ms",
+            "to the best": "-" if o.makespan == best else f"{o.makespan / best - 1:+.1%}",
+            "waiting": f"{1000 * sum(o.waiting):,.2f} ms",
+            "staleness": f"{o.staleness_mean:.2f}",
+            "most": f"{o.staleness_max}",
         }
         for o in outcomes
     ]
