@@ -113,7 +113,8 @@ def advise(
     spread: relative variation of the measured computing time. optimizer: its name if it is one of ADAPTIVE.
     """
     policy = policy if policy is not None else Policy()
-    rows = tuple(_predicted(f, work, spread, _PROBED if probed else _RATED) for f in cheapest(settings, work, network))
+    doubt = _PROBED if probed else _RATED
+    rows = tuple(_predicted(found, work, spread, doubt) for found in cheapest(settings, work, network))
     dense = next(row for row in rows if row.method == DENSE.name)
     known = TRAINED[:2] if optimizer else TRAINED
     allowed = [row for row in rows if row.method in known and row.alpha >= policy.alpha]
@@ -126,7 +127,7 @@ def advise(
         if best is not dense:
             said += f", and the best method, {best.method}, gains {gain - 1.0:.0%}"
         best = dense
-    elif best.seconds * (1.0 + best.uncertainty) >= dense.seconds * (1.0 - dense.uncertainty):
+    elif best.overhead * (1.0 + doubt) >= dense.overhead * (1.0 - doubt):  # computing takes the same time in both
         said = f"Not decided: {best.method} takes {best.time} a step and dense {dense.time}: too close to tell; "
         said += "compare them with thinwire race"
         best = dense
@@ -460,7 +461,6 @@ class AdviceReport:
                 "±": f"{row.uncertainty:.0%}",
                 "overhead": f"{row.overhead:+.0%}",
                 "sent": megabytes(row.sent),
-                "eff.": f"{row.efficiency:.0%}",
                 "alpha": f"{row.alpha:.2f}",
                 "exchange": row.exchange.partition("-")[0],
                 "pays up to": "" if row.method == "dense" else _rate(limits[row.method]),

@@ -60,7 +60,7 @@ def advise_command(
 
 def _show(found: "AdviceReport", page: Path | None) -> None:
     compute, best = found.figures.work.compute, found.advice.rows.index(found.advice.best)
-    caption = f"A step without communication: {1e3 * compute:,.1f} ms. sent: per worker. eff.: share of computing"
+    caption = f"A step without communication: {1e3 * compute:,.1f} ms. sent: per worker and step"
     console, title = Console(), f"{found.subject}: {found.workers} workers at {found.wire.shown}"
     console.print(options.table_of(found.rows(), title=title, caption=caption, bold=(best,)))
     console.print(found.advice.verdict, highlight=False)
