@@ -26,11 +26,8 @@ def test_figures_of_a_running_server() -> None:
             net().backward()
             worker.step()
         worker.wait()
-        stop = serve_metrics(port, lambda: status(server, values))
-        try:
+        with serve_metrics(port, lambda: status(server, values)):
             text = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
-        finally:
-            stop()
         console = Console(width=160, file=io.StringIO(), record=True)
         console.print(table(server, values, "accuracy"))
     found = {s.name: s for family in text_string_to_metric_families(text) for s in family.samples}

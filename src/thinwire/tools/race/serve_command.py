@@ -95,33 +95,18 @@ def _serve(
     with (
         options.json_lines(json_file) as write,
         EventLog(path, run, resume_at=serving.server.clock.step or None, keep=False) as log,
+        serve_metrics(metrics, lambda: status(serving.server, serving.values)),
     ):
         follower = Follower([log])
         serving.emit = lambda event: follower.take(0, event)
         print(f"listening on {listener.address}", flush=True)
         write({"listening": listener.address})
-        end = log.end(_served(serving, listener, console, metrics, write if json_file is not None else None))
+        signal.signal(signal.SIGTERM, lambda *_: serving.server.stop("interrupted"))  # which writes a checkpoint
+        end = log.end(_watched(serving, listener, console, write if json_file is not None else None))
     test = serving.values.get("test")
     shown = "" if test is None else f", {made.metric} {test:.4f} on the test split"
     steps = serving.server.clock.step
     console.print(f"{made.name}: {end.reason} after {steps} steps{shown}; the log is {path}.", highlight=False)
-
-
-def _served(
-    serving: "Serving",
-    listener: "Listener",
-    console: Console,
-    metrics: int | None,
-    write: Callable[[Any], None] | None,
-) -> str:
-    """Serve to the end, with Prometheus metrics if there is a port for them; SIGTERM ends it with a checkpoint."""
-    stop_metrics = serve_metrics(metrics, lambda: status(serving.server, serving.values)) if metrics else None
-    signal.signal(signal.SIGTERM, lambda *_: serving.server.stop("interrupted"))
-    try:
-        return _watched(serving, listener, console, write)
-    finally:
-        if stop_metrics is not None:
-            stop_metrics()
 
 
 def _watched(serving: "Serving", listener: "Listener", console: Console, write: Callable[[Any], None] | None) -> str:
@@ -138,7 +123,7 @@ def _watched(serving: "Serving", listener: "Listener", console: Console, write: 
     thread = threading.Thread(target=run, name="thinwire-server", daemon=True)
     thread.start()
     try:
-        _show_until(lambda: not thread.is_alive(), thread.join, serving, console, write)
+        _show_until_end(thread, serving, console, write)
     except KeyboardInterrupt:
         serving.server.stop("interrupted")
         thread.join()  # writes a checkpoint; a second Ctrl-C does not wait for it
@@ -149,28 +134,23 @@ def _watched(serving: "Serving", listener: "Listener", console: Console, write: 
     return ended[0]
 
 
-def _show_until(
-    ended: Callable[[], bool],
-    wait: Callable[[float], None],
-    serving: "Serving",
-    console: Console,
-    write: Callable[[Any], None] | None,
+def _show_until_end(
+    thread: threading.Thread, serving: "Serving", console: Console, write: Callable[[Any], None] | None
 ) -> None:
-    """Show the status until the server has ended: JSON lines if they are wanted, else a live table, or plain lines."""
+    """Show the status while the server runs: JSON lines if they are wanted, else a live table, or plain lines."""
     server, metric = serving.server, serving.recipe.metric
     if write is not None:
-        while not ended():
-            wait(1.0)
+        while thread.is_alive():
+            thread.join(1.0)
             write(status(server, serving.values))
     elif console.is_terminal:
         with Live(console=console, refresh_per_second=2, transient=True) as live:
-            while not ended():
+            while thread.is_alive():
                 live.update(table(server, serving.values, metric))
-                wait(0.4)
+                thread.join(0.4)
     else:
         with lines_every(LINE_EVERY, lambda: progress_line(serving), console):
-            while not ended():
-                wait(0.5)
+            thread.join()
 
 
 def progress_line(serving: "Serving") -> str:
@@ -282,8 +262,12 @@ def table(server: "Server", values: dict[str, float], metric: str) -> Table:
     return found
 
 
-def serve_metrics(port: int, read: Callable[[], dict[str, Any]]) -> Callable[[], None]:
-    """Serve Prometheus metrics at /metrics on loopback; return a function that stops it."""
+@contextmanager
+def serve_metrics(port: int | None, read: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """Serve Prometheus metrics at /metrics on a port of loopback; None serves none."""
+    if port is None:
+        yield
+        return
     try:
         from prometheus_client import CollectorRegistry, start_http_server
         from prometheus_client.core import GaugeMetricFamily
@@ -309,12 +293,11 @@ def serve_metrics(port: int, read: Callable[[], dict[str, Any]]) -> Callable[[],
         server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
     except OSError as error:
         raise ThinwireError(f"cannot serve metrics on port {port} ({error.strerror}): choose another port") from error
-
-    def stop() -> None:
+    try:
+        yield
+    finally:
         server.shutdown()
         server.server_close()
-
-    return stop
 
 
 def work_command(

@@ -43,7 +43,7 @@ class Case:
         _check(len(slow) in (0, self.workers), f"{self.workers} workers need {self.workers} figures of slowness")
         _check(all(0 < n < math.inf for n in slow), "the slowness of a worker must be more than 0")
         _check(self.versions in ("slice", "layer"), f'versions are of a "slice" or a "layer", not {self.versions!r}')
-        _check(self.waits_for in ("answer", "copy"), f'waits_for is "answer" or "copy", not {self.waits_for!r}')
+        _check(self.waits_for in ("answer", "copy"), f'waits_for is an "answer" or a "copy", not {self.waits_for!r}')
         _check(0 < self.server_rate < math.inf, f"the server's rate must be more than 0, not {self.server_rate}")
         _check(0 <= self.latency < math.inf, f"the latency must be 0 or more, not {self.latency}")
         _check(self.window is None or 0 < self.window < math.inf, f"the window must be more than 0, not {self.window}")
