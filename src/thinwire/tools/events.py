@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from thinwire.errors import LogError
-from thinwire.link.diagnosis import Diagnosis
+from thinwire.link.diagnosis import Diagnosis as Diagnosis  # for those who read logs
 
 FORMAT = 2  # of the records; logs of thinwire 0.1 have none
 PHASES = ("compute", "compress", "exchange", "apply")
@@ -127,26 +127,7 @@ class End:
 
 Event = Run | Step | Eval | Histogram | Diagnosis | Resume | End
 
-
 _log = logging.getLogger("thinwire")
-
-__all__ = [
-    "PHASES",
-    "REASONS",
-    "Diagnosis",
-    "End",
-    "Eval",
-    "Event",
-    "EventLog",
-    "Histogram",
-    "Resume",
-    "Run",
-    "RunLog",
-    "Step",
-    "from_line",
-    "read_log",
-    "to_line",
-]
 
 _KINDS: dict[str, type[Event]] = {kind.event: kind for kind in (Run, Step, Eval, Histogram, Diagnosis, Resume, End)}
 
@@ -165,22 +146,17 @@ class RunLog:
 
     def add(self, event: Event) -> None:
         """Add one more event of this run."""
-        if isinstance(event, Step):
-            self.steps.append(event)
-        elif isinstance(event, Eval):
-            self.evals.append(event)
-        elif isinstance(event, Histogram):
-            self.histograms.append(event)
-        elif isinstance(event, Diagnosis):
-            self.diagnoses.append(event)
-        elif isinstance(event, End):
+        if isinstance(event, End):
             self.end = event
         elif isinstance(event, Resume):
             self.end = None
-            self.steps = [e for e in self.steps if e.step <= event.step]
-            self.evals = [e for e in self.evals if e.step <= event.step]
-            self.histograms = [e for e in self.histograms if e.step <= event.step]
-            self.diagnoses = [e for e in self.diagnoses if e.step <= event.step]
+            for events in self._by_kind().values():
+                events[:] = [each for each in events if each.step <= event.step]
+        elif not isinstance(event, Run):
+            self._by_kind()[type(event)].append(event)
+
+    def _by_kind(self) -> dict[type[Event], list[Any]]:
+        return {Step: self.steps, Eval: self.evals, Histogram: self.histograms, Diagnosis: self.diagnoses}
 
     def totals(self, reason: str) -> End:
         """Return the end record of the steps so far."""

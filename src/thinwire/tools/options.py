@@ -19,6 +19,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+LINE_EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 STDOUT = Path("-")
 _json_stream: TextIO | None = None  # the real stdout while `--json -` sends everything else to stderr
 

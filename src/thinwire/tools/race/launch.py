@@ -18,10 +18,9 @@ from thinwire.tools.events import Eval, Event, EventLog, Step
 from thinwire.tools.lab import Lab
 from thinwire.tools.lab.check import check, ready
 from thinwire.tools.lab.launching import PIPED, Launch
+from thinwire.tools.options import LINE_EVERY
 from thinwire.tools.race.training import Plan, parse
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
-
-LINE_EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from thinwire.tools.race.served import Serving
     from thinwire.transport.base import Listener
 
-LINE_EVERY = 5.0  # seconds between two lines of progress where there is no terminal
-
 
 def serve_command(
     context: typer.Context,
@@ -35,8 +33,10 @@ def serve_command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 7077,
     bind: Annotated[str, typer.Option(help="Address to listen on; one beyond loopback needs --keys.")] = "127.0.0.1",
     workers: Annotated[int, typer.Option(min=1, help="Workers that training waits for before it begins.")] = 1,
-    method: options.Method = "topk1",
-    mode: Annotated[str, typer.Option(help="bsp, ssp or async.")] = "bsp",
+    method: Annotated[
+        str, typer.Option(help="How workers compress gradients: dense, a preset, or a density.")
+    ] = "topk1",
+    mode: Annotated[str, typer.Option(help="Synchronisation: bsp, ssp or async.")] = "bsp",
     target: options.Target = None,
     max_steps: options.MaxSteps = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints; resumes from it.")] = None,
@@ -149,7 +149,7 @@ def _show_until_end(
                 live.update(table(server, serving.values, metric))
                 thread.join(0.4)
     else:
-        with lines_every(LINE_EVERY, lambda: progress_line(serving), console):
+        with lines_every(options.LINE_EVERY, lambda: progress_line(serving), console):
             thread.join()
 
 
@@ -335,9 +335,11 @@ def work_command(
     def waiting() -> str:
         seconds = time.monotonic() - last
         what = f"after {steps} steps" if steps else "for the training to begin"
-        return f"waiting for the server {server} {what}, {seconds:.0f} s so far" if seconds >= LINE_EVERY else ""
+        return (
+            f"waiting for the server {server} {what}, {seconds:.0f} s so far" if seconds >= options.LINE_EVERY else ""
+        )
 
-    with lines_every(LINE_EVERY, waiting, console):
+    with lines_every(options.LINE_EVERY, waiting, console):
         why = work(
             get_recipe(recipe),
             data,
