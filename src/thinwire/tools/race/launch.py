@@ -32,7 +32,7 @@ class ClusterSpec:
     command: str
 
     def __str__(self) -> str:
-        return f"{self.workers} workers at {self.rate or 'no limit'}"
+        return f"{self.workers} workers {f'at {self.rate}' if self.rate else 'without a rate limit'}"
 
 
 def make_plan(

@@ -60,15 +60,15 @@ class TrainingEnd:
     sentence: str
 
 
-def end_of(log: EventLog, seconds: float) -> TrainingEnd:
-    """Sum up a training from its log, whose steps need not be kept."""
+def end_of(log: EventLog, seconds: float, ranks: int = 1) -> TrainingEnd:
+    """Sum up a training from its log, which has the steps of so many ranks; they need not be kept."""
     run, end, hit = log.log.run, log.log.end, reached(log.log)
     train, test = last_value(log.log, "train"), last_value(log.log, "test")
     steps = end.steps if end is not None else 0
     row = {"method": run.method, "step ms": "-", "MB": "-"}
     if end is not None and steps:
         row["step ms"] = f"{1e3 * end.wall / steps:,.0f}"
-        row["MB"] = f"{end.bytes_sent / steps / 1e6:.3g}"
+        row["MB"] = f"{end.bytes_sent / steps / ranks / 1e6:.3g}"
     row["steps"] = f"{hit.step if hit else steps:,}"
     row["seconds"] = f"{hit.wall if hit else end.wall if end else 0.0:,.1f}"
     row["train"], row["test"] = ("-" if value is None else f"{value:.3f}" for value in (train, test))
@@ -151,7 +151,7 @@ class ServedTraining:
             with RunProgress([run.method], [settings.plan.max_steps], run.metric) as progress:
                 follower = Follower([log], progress)
                 launch(self.work.command(), self.place.workers + 1, self.place.rate, follower.read, loss=self.loss)
-        return end_of(log, time.monotonic() - began)
+        return end_of(log, time.monotonic() - began, self.place.workers)
 
     def run_under_mpi(self) -> TrainingEnd | None:
         """Train as one rank that mpirun started; rank 0 is the server and returns the end."""
@@ -174,7 +174,7 @@ class ServedTraining:
             began = time.monotonic()
             with self.open_log() as log:
                 log.end(run_server(self.work, "mpi://", log.write))
-            return end_of(log, time.monotonic() - began)
+            return end_of(log, time.monotonic() - began, self.place.workers)
         except (ThinwireError, ValueError) as error:
             # Without the abort the other ranks would wait for this one for ever.
             print(f"thinwire: rank {rank}: {error}", file=sys.stderr, flush=True)

@@ -67,7 +67,9 @@ def train_command(
         end = training.run_under_torchrun() if "RANK" in os.environ else training.run()
     if end is not None:  # None: rank 0 shows the end
         console = Console()
-        console.print(options.table_of([end.row], title=f"{made.name}: {place}", caption="MB: sent per step"))
+        console.print(
+            options.table_of([end.row], title=f"{made.name}: {place}", caption="MB: sent per worker and step")
+        )
         console.print(end.sentence, highlight=False)
         console.print(f"The log is {path}; thinwire report {path} makes a page of it.", highlight=False)
 
