@@ -27,6 +27,11 @@ from thinwire.tools.race.config import RunConfig, ServeConfig, TrainConfig, _rea
 from thinwire.tools.race.launch import ClusterSpec
 from thinwire.tools.race.race import MethodResult, Result
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 THINWIRE = Path(sys.executable).with_name("thinwire")
 QUICK = ["--max-steps", "12", "--evaluate-every", "6", "--batch", "4"]
 

@@ -419,8 +419,8 @@ def probed_wire() -> Wire:
     rate = network.bandwidth / GOODPUT
     machines = gather_json(channel, _machine())
     crowded = torch.get_num_threads() * machines.count(machines[channel.rank]) > (os.cpu_count() or 1)
-    everybody = any(gather_json(channel, crowded))
-    return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True, everybody)
+    anywhere = any(gather_json(channel, crowded))
+    return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True, anywhere)
 
 
 def _machine() -> str:

@@ -96,11 +96,11 @@ def launch(
     argv: list[str], workers: int, rate: str | None, output: Callable[[int, str], None], *, loss: str | None = None
 ) -> None:
     """Run a command to its end as one process per worker; `output` gets each line. `loss` is the emulated links'."""
-    told: list[str] = []
+    failures: list[str] = []
 
     def read(host: int, line: str) -> None:
         if line.startswith("FAILED "):
-            told.append(line[7:])
+            failures.append(line[7:])
         output(host, line)
 
     if rate is not None:
@@ -112,7 +112,7 @@ def launch(
     else:
         failure, last = _local(argv, workers, read)
     if failure is not None:
-        raise WorkFailed(told[0] if told else f"{failure}{last}")
+        raise WorkFailed(failures[0] if failures else f"{failure}{last}")
 
 
 def _local(argv: list[str], workers: int, read: Callable[[int, str], None]) -> tuple[str | None, str]:
