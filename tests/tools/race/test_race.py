@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 import typer
 from rich.console import Console
@@ -25,7 +24,8 @@ from thinwire.tools.options import table_of
 from thinwire.tools.race import launch
 from thinwire.tools.race.config import RunConfig, ServeConfig, TrainConfig, _read, load_config
 from thinwire.tools.race.launch import ClusterSpec
-from thinwire.tools.race.race import MethodResult, Result
+from thinwire.tools.race.race import Result
+from thinwire.tools.race.train import MethodResult
 
 if sys.version_info >= (3, 11):
     import tomllib

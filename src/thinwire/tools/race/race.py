@@ -17,7 +17,7 @@ from thinwire.tools.lab.units import parse_loss
 from thinwire.tools.options import listed
 from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
 from thinwire.tools.race.served import ServedWork, ServerSettings
-from thinwire.tools.race.train import ServedTraining, describe_run
+from thinwire.tools.race.train import MethodResult, ServedTraining, describe_run
 from thinwire.tools.race.training import Plan, Work
 from thinwire.tools.recipes.recipe import Recipe
 from thinwire.tools.report.markup import Row
@@ -33,40 +33,6 @@ from thinwire.tools.report.summary import (
 )
 
 WORTH = 1.1  # a smaller gain in the time to the target does not pay for a changed training script
-
-
-@dataclass(frozen=True)
-class MethodResult:
-    """One method's figures; None is what was not measured or not reached."""
-
-    name: str
-    step_ms: float
-    overhead: float  # communication overhead
-    aggregation_ms: float  # of a step, beyond the step without communication
-    bytes_per_host_step: float
-    steps_to_target: float | None
-    seconds_to_target: float | None
-    speedup: float | None  # of the time to the target, against dense
-    train_accuracy: float | None
-    test_accuracy: float | None
-
-    def row(self) -> dict[str, str]:
-        """Return the method's line of the results table."""
-
-        def number(value: float | None, form: str) -> str:
-            return "-" if value is None else format(value, form)
-
-        return {
-            "method": self.name,
-            "step ms": f"{self.step_ms:,.0f}",
-            "overhead": f"{self.overhead:+.0%}",
-            "MB": f"{self.bytes_per_host_step / 1e6:.3g}",
-            "steps": number(self.steps_to_target, ",.0f"),
-            "seconds": number(self.seconds_to_target, ",.1f"),
-            "speed-up": "-" if self.speedup is None else f"{self.speedup:.1f}x",
-            "train": number(self.train_accuracy, ".3f"),
-            "test": number(self.test_accuracy, ".3f"),
-        }
 
 
 @dataclass(frozen=True)

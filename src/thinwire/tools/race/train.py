@@ -53,27 +53,66 @@ def describe_served(
 
 
 @dataclass(frozen=True)
-class TrainingEnd:
-    """How a training ended: the figures of its table, and one sentence."""
+class MethodResult:
+    """One method's figures; None is what was not measured or not reached."""
 
-    row: dict[str, str]
+    name: str
+    step_ms: float
+    overhead: float | None  # communication overhead
+    aggregation_ms: float | None  # of a step, beyond the step without communication
+    bytes_per_host_step: float
+    steps_to_target: float | None
+    seconds_to_target: float | None
+    speedup: float | None  # of the time to the target, against dense
+    train_accuracy: float | None
+    test_accuracy: float | None
+
+    def row(self) -> dict[str, str]:
+        """Return the method's line of the results table, which training and racing show."""
+
+        def number(value: float | None, form: str) -> str:
+            return "-" if value is None else format(value, form)
+
+        return {
+            "method": self.name,
+            "step ms": f"{self.step_ms:,.0f}",
+            "overhead": number(self.overhead, "+.0%"),
+            "MB": f"{self.bytes_per_host_step / 1e6:.3g}",
+            "steps": number(self.steps_to_target, ",.0f"),
+            "seconds": number(self.seconds_to_target, ",.1f"),
+            "speed-up": "-" if self.speedup is None else f"{self.speedup:.1f}x",
+            "train": number(self.train_accuracy, ".3f"),
+            "test": number(self.test_accuracy, ".3f"),
+        }
+
+
+@dataclass(frozen=True)
+class TrainingEnd:
+    """How a training ended: its figures, and one sentence."""
+
+    result: MethodResult
     sentence: str
 
 
 def end_of(log: EventLog, seconds: float, ranks: int = 1) -> TrainingEnd:
     """Sum up a training from its log, which has the steps of so many ranks; they need not be kept."""
     run, end, hit = log.log.run, log.log.end, reached(log.log)
-    train, test = last_value(log.log, "train"), last_value(log.log, "test")
-    steps = end.steps if end is not None else 0
-    row = {"method": run.method, "step ms": "-", "MB": "-"}
-    if end is not None and steps:
-        row["step ms"] = f"{1e3 * end.wall / steps:,.0f}"
-        row["MB"] = f"{end.bytes_sent / steps / ranks / 1e6:.3g}"
-    row["steps"] = f"{hit.step if hit else steps:,}"
-    row["seconds"] = f"{hit.wall if hit else end.wall if end else 0.0:,.1f}"
-    row["train"], row["test"] = ("-" if value is None else f"{value:.3f}" for value in (train, test))
-    how = f"reached the target at step {hit.step}" if hit else f"made {steps} steps"
-    return TrainingEnd(row, f"{run.recipe} with {run.method} {how}; {seconds:.0f} s in all.")
+    assert end is not None, "the log has ended"
+    steps = max(end.steps, 1)
+    result = MethodResult(
+        run.method,
+        step_ms=1e3 * end.wall / steps,
+        overhead=None,
+        aggregation_ms=None,
+        bytes_per_host_step=end.bytes_sent / steps / ranks,
+        steps_to_target=float(hit.step) if hit else None,
+        seconds_to_target=hit.wall if hit else None,
+        speedup=None,
+        train_accuracy=last_value(log.log, "train"),
+        test_accuracy=last_value(log.log, "test"),
+    )
+    how = f"reached the target at step {hit.step}" if hit else f"made {end.steps} steps without reaching the target"
+    return TrainingEnd(result, f"{run.recipe} with {run.method} {how}; {seconds:.0f} s in all.")
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def train_command(
     if end is not None:  # None: rank 0 shows the end
         console = Console()
         console.print(
-            options.table_of([end.row], title=f"{made.name}: {place}", caption="MB: sent per worker and step")
+            options.table_of([end.result.row()], title=f"{made.name}: {place}", caption="MB: sent per worker and step")
         )
         console.print(end.sentence, highlight=False)
         console.print(f"The log is {path}; thinwire report {path} makes a page of it.", highlight=False)
