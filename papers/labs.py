@@ -13,9 +13,9 @@ from papers.study import Claim, Figure, Series, Table, number, percent
 from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
 from thinwire.tools.events import RunLog
-from thinwire.tools.race.race import Field, Result, run_race
-from thinwire.tools.race.training import Plan
-from thinwire.tools.race.worker import Work, with_infinite
+from thinwire.tools.race.launch import ClusterSpec
+from thinwire.tools.race.race import Result, run_race
+from thinwire.tools.race.training import Plan, Work, with_infinite
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.report.summary import reached
 
@@ -104,9 +104,9 @@ def _durations(log: RunLog) -> list[float]:
 
 def _race(testbed: LabTestbed, methods: Sequence[str], plan: Plan) -> Result:
     work = Work(testbed.recipe, testbed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
-    place = Field(testbed.hosts, testbed.rate, "thinwire reproduce")
+    place = ClusterSpec(testbed.hosts, testbed.rate, "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:
-        return run_race(get_recipe(testbed.recipe), work, place, Path(folder), lambda run, event: None)
+        return run_race(get_recipe(testbed.recipe), work, place, Path(folder))
 
 
 def confirm(workspace: Workspace, run: ConfirmationRun, times: Any | None = None) -> tuple[list[Claim], list[Table]]:

@@ -31,11 +31,9 @@ from thinwire.codec.selection import Percentile, TopK
 from thinwire.codec.values import Bits, Float32
 from thinwire.tools.events import Step, read_log
 from thinwire.tools.observe import gradient_histogram
-from thinwire.tools.race.launch import launch
-from thinwire.tools.race.race import Field
-from thinwire.tools.race.served import Terms
-from thinwire.tools.race.served_process import Served
-from thinwire.tools.race.train_served import ServedTraining
+from thinwire.tools.race.launch import ClusterSpec, launch
+from thinwire.tools.race.served import ServedWork, ServerSettings
+from thinwire.tools.race.train import ServedTraining
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import Recipe, Splits
 from thinwire.tune.presets import resolve_codec
@@ -171,11 +169,17 @@ def served_phases(testbed: LabTestbed, push: str, pull: str, *, steps: int) -> d
     As in the paper, the steps are bulk synchronous and nothing overlaps. Medians over steps of means over workers.
     """
     workers = testbed.hosts - 1
-    terms = Terms(
-        testbed.plan(steps, steps + 1), workers=workers, push=push, pull=pull, overlap=False, phased=True, timeout=60.0
+    settings = ServerSettings(
+        testbed.plan(steps, steps + 1),
+        workers=workers,
+        method=push,
+        pull_method=pull,
+        overlap=False,
+        phased=True,
+        timeout=60.0,
     )
-    served = Served(testbed.recipe, testbed.data, terms)
-    place = Field(workers, testbed.rate, "thinwire reproduce")
+    served = ServedWork(testbed.recipe, testbed.data, settings)
+    place = ClusterSpec(workers, testbed.rate, "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:
         training = ServedTraining(get_recipe(testbed.recipe), served, place, Path(folder) / "log.jsonl")
         training.run()

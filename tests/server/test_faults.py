@@ -22,11 +22,10 @@ from tests.server.test_sessions import train_ones
 from thinwire.server.server import Server
 from thinwire.tools.events import EventLog, Step, read_log
 from thinwire.tools.lab import Lab
-from thinwire.tools.race.launch import make_plan
-from thinwire.tools.race.race import Field
-from thinwire.tools.race.served import Serving, Terms
+from thinwire.tools.race.launch import ClusterSpec, make_plan
+from thinwire.tools.race.served import ServerSettings, Serving
 from thinwire.tools.race.served import work as work_served
-from thinwire.tools.race.train_served import describe_served
+from thinwire.tools.race.train import describe_served
 from thinwire.tools.recipes import get_recipe
 from thinwire.transport.addresses import listen
 
@@ -216,7 +215,9 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
 def test_serve_writes_a_checkpoint_on_sigterm(tmp_path: Path) -> None:
     main = [sys.executable, "-c", "from thinwire.tools.cli import main; main()"]
     log = tmp_path / "log.jsonl"
-    options = ["--json", "--port", "0", "--max-steps", "100000", "--evaluate-every", "100000", "--events", str(log)]
+    config = tmp_path / "run.toml"
+    config.write_text(f'[training]\nevaluate_every = 100000\n[output]\nevents = "{log}"\n')
+    options = ["--json", "-", "--port", "0", "--max-steps", "100000", "--config", str(config)]
     argv = [*main, "serve", "digits", *options, "--checkpoint", str(tmp_path / "saved")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -239,8 +240,8 @@ def test_serve_writes_a_checkpoint_on_sigterm(tmp_path: Path) -> None:
 def test_ssp_keeps_its_bound_with_one_worker_five_times_slower(tmp_path: Path) -> None:
     recipe, slow = get_recipe("digits"), threading.Event()
     plan = make_plan(recipe, workers=3, max_steps=15, target=1.0, evaluate_every=1000)
-    terms = Terms(plan, workers=3, mode="ssp", bound=2, push="0.1", pull="0.1", timeout=30.0)
-    log = EventLog(tmp_path / "log.jsonl", describe_served(recipe, terms, Field(3, None, "test")))
+    terms = ServerSettings(plan, workers=3, mode="ssp", bound=2, method="0.1", pull_method="0.1", timeout=30.0)
+    log = EventLog(tmp_path / "log.jsonl", describe_served(recipe, terms, ClusterSpec(3, None, "test")))
     threads, begun = Threads(), listen(LOOPBACK)
     model_sleep = {0: 0.1, 1: 0.02, 2: 0.02}
 

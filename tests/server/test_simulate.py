@@ -16,7 +16,7 @@ from thinwire.server.schedule import POLICIES, Policy
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.tools.race.profile import LayerTimes, Profiler, read_profile, write_profile
-from thinwire.tools.simulate.schedule import Case, Outcome, SharedLink, compare, even_slices, simulate, winner
+from thinwire.tools.simulate.schedule import Case, ScheduleOutcome, SharedLink, compare, even_slices, simulate, winner
 
 ALL = sorted(POLICIES)
 
@@ -27,7 +27,7 @@ def case(transfer: list[float], *, forward: float = 1, backward: float = 1, work
     return Case(layers, workers, **{"iterations": 2, **more})
 
 
-def ms(outcome: Outcome) -> float:
+def ms(outcome: ScheduleOutcome) -> float:
     """The makespan in milliseconds; the model rounds to millionths of one."""
     return round(outcome.makespan * 1e3, 6)
 

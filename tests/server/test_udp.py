@@ -20,7 +20,8 @@ from thinwire.server.membership import Member
 from thinwire.server.replicas import LossyReplicas
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.tools.race.served import check_terms
+from thinwire.tools.race.served import ServerSettings
+from thinwire.tools.race.training import Plan
 from thinwire.transport.addresses import listen
 from thinwire.transport.base import Buffer
 from thinwire.transport.tcp import TcpConnection
@@ -164,15 +165,16 @@ def test_a_report_that_is_lost_with_a_connection_only_ends_the_session(
 
 
 def test_options_of_the_command_line_are_checked() -> None:
-    assert check_terms("topk1", None, "bsp", "mean", "forward", "udp", "ignore", 1200)["on_loss"] == "ignore"
+    plan = Plan(8, 0.1, 0.9, 1, None, 1)
+    assert ServerSettings(plan, transport="udp", on_loss="ignore", mtu=1200).on_loss == "ignore"
     for transport, on_loss, mtu, match in (
-        ("tcp", "ignore", None, "go with --transport udp"),
-        ("tcp", "restore", 1200, "go with --transport udp"),
+        ("tcp", "ignore", None, "need the transport udp"),
+        ("tcp", "restore", 1200, "need the transport udp"),
         ("udp", "hope", None, "restore"),
         ("udp", "restore", 100, "--mtu is from 256"),
     ):
         with pytest.raises(ValueError, match=match):
-            check_terms("topk1", None, "bsp", "mean", "forward", transport, on_loss, mtu)
+            ServerSettings(plan, transport=transport, on_loss=on_loss, mtu=mtu)
     with pytest.raises(ValueError, match="--mtu goes with udp"):
         listen("tcp://127.0.0.1:0", mtu=1200)
     with pytest.raises(TransportError, match="make keys"):

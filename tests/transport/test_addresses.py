@@ -86,7 +86,7 @@ def test_a_race_without_zeromq_builds_no_lab() -> None:
     """It ends at once with an error that says what to install."""
     program = (
         "import sys; sys.modules['zmq'] = None\n"
-        "import thinwire.tools.race.train_served as trained\n"
+        "import thinwire.tools.race.train as trained\n"
         "trained.launch = lambda *a, **k: sys.exit('a lab was built')\n"
         "from thinwire.tools.cli import main; sys.argv = ['thinwire', 'race', 'digits', '--transport', 'udp']; main()\n"
     )

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.tools.report.browser import render
 from thinwire.tools.cli import run
-from thinwire.tools.simulate.scale import EXCHANGES, Cluster, Point, Task, calibrated, off, predict, slowest
+from thinwire.tools.simulate.scale import EXCHANGES, Point, SimulatedCluster, Task, calibrated, off, predict, slowest
 
 TASK = Task(elements=1_000_000, frame=25_000.0, compute=0.05, encode=0.002, decode=0.0004)
-CLUSTER = Cluster(rate=100e6, latency=0.001)
-LAB = replace(CLUSTER, latency=0.0, cores=2, switching=0.001)
+CLUSTER = SimulatedCluster(rate=100e6, delay=0.001)
+LAB = replace(CLUSTER, delay=0.0, cores=2, switching=0.001)
 
 
 @pytest.mark.parametrize("n", [2, 16, 300])
@@ -105,7 +105,7 @@ def test_calibration_finds_what_is_measured(overlap: float) -> None:
 
 
 def test_calibration_needs_a_step_without_exchange() -> None:
-    with pytest.raises(ValueError, match="without exchange"):
+    with pytest.raises(ValueError, match="without communication"):
         calibrated([Point("ring", 2, 1e8, 1.0, 1.0)], TASK, LAB)
 
 
@@ -135,7 +135,8 @@ def test_the_command_with_measurements_and_its_page(tmp_path: Path, capsys: pyte
     words += ["--parameters", "1000000", "--cores", "2", "--calibrate-up-to", "4", "--json", str(target)]
     assert run(["simulate", "scale", *words, "--report", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "Against measurement" in said and "12 of 12 measured steps are within 20 %" in " ".join(said.split())
+    assert "Predicted and measured steps" in said
+    assert "12 of 12 measured steps are within 20 %" in " ".join(said.split())
     figures = json.loads(target.read_text())
     assert list(figures["curves"]) == ["star", "ring", "gather", "scatter-reduce", "hierarchical"]
     assert figures["curves"]["ring"][-1]["workers"] == 4096
@@ -163,8 +164,8 @@ def test_the_command_without_measurements(tmp_path: Path, capsys: pytest.Capture
     [
         ("", "give --compute"),
         ("--compute 80ms --exchanges ring,mesh", "no exchange is called 'mesh'"),
-        ("--compute 80ms --workers 1,2", "--workers: numbers from 2"),
-        ("--compute 80ms --rate none", "a scale needs rates"),
+        ("--compute 80ms --workers 1,2", "--workers takes numbers from 2"),
+        ("--compute 80ms --rate none", "--rate must be a rate"),
         ("--compute 80ms --density 2", "--density lies in"),
         ("--compute 80ms --stragglers -1", "a spread is a share"),
         ("--compute soon", "soon"),

@@ -107,7 +107,7 @@ def codec_seconds(codec: Codec, gradients: Mapping[str, Tensor]) -> tuple[float,
     return encoded - began, time.perf_counter() - zeroed
 
 
-def _conversion_seconds(elements: int) -> float:
+def conversion_seconds(elements: int) -> float:
     """Seconds to convert so many elements to 16 bits and back."""
     part = min(elements, 1 << 20)
     x = torch.ones(part)
@@ -390,7 +390,7 @@ class Autotuner:
         recent = self._codec_seconds[-COMPARE_EVERY:]
         codec = [statistics.median(column) for column in zip(*recent, strict=True)] or self._trial
         ready = [submitted - step.submitted[-1] for submitted in step.submitted]
-        mine = [*codec, _conversion_seconds(sum(step.buckets)), *self._squares]
+        mine = [*codec, conversion_seconds(sum(step.buckets)), *self._squares]
         rows = gather_json(self._channel, {"mine": mine, "buckets": step.buckets, "ready": ready})
         columns = list(zip(*(row["mine"] for row in rows), strict=True))
         # In a hierarchical exchange only the machines' first ranks use a codec: zeros of the others do not count.

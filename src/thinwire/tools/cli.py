@@ -1,6 +1,6 @@
-"""The command `thinwire`: one typer application; each room adds its own commands.
+"""The command `thinwire`: all commands in one typer application.
 
-Modules of commands import torch only inside the functions, so that `--help` answers at once.
+Modules of commands import torch only inside their functions, so that `--help` answers at once.
 """
 
 import sys
@@ -29,14 +29,28 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# What follows the command's first word is the command's own, options too.
-app.command("lab", context_settings={"allow_interspersed_args": False})(lab_command)
+MAIN, MORE = "Commands", "More commands"
+app.command("race", rich_help_panel=MAIN)(race_command)
+app.command("advise", rich_help_panel=MAIN)(advise_command)
+# Everything after the first word of the command to run, options too, belongs to that command.
+app.command("lab", rich_help_panel=MAIN, context_settings={"allow_interspersed_args": False})(lab_command)
+app.command("train", rich_help_panel=MAIN)(train_command)
+app.command("serve", rich_help_panel=MAIN)(serve_command)
+app.command("work", rich_help_panel=MAIN)(work_command)
+app.command("report", rich_help_panel=MORE)(report)
+app.command("recipes", rich_help_panel=MORE)(recipes)
+app.add_typer(simulate, name="simulate", rich_help_panel=MORE)
+app.add_typer(bench, name="bench", rich_help_panel=MORE)
+app.add_typer(keys, name="keys", rich_help_panel=MORE)
+# All options, --help too, are passed on to `python -m papers`.
+app.command(
+    "reproduce",
+    rich_help_panel=MORE,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(reproduce_command)
 
-app.add_typer(bench, name="bench")
-app.add_typer(keys, name="keys")
-app.add_typer(simulate, name="simulate")
-
-# Typer brings its own copy of click since 0.2x and used the real one before: these names hold for both.
+# Newer versions of typer contain a copy of click, older ones import click: this works with both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _ClickException: type[Exception] = _UsageError.__bases__[0]
 
@@ -56,26 +70,13 @@ def _root(
     """Data-parallel PyTorch training over thin wires."""
 
 
-app.command("race")(race_command)
-app.command("advise")(advise_command)
-# What follows belongs to the study, which is a program of its own.
-app.command(
-    "reproduce", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(reproduce_command)
-app.command("train")(train_command)
-app.command("serve")(serve_command)
-app.command("work")(work_command)
-app.command()(recipes)
-app.command()(report)
-
-
 def _sentence(error: Exception) -> str:
     message = error.format_message() if isinstance(error, _ClickException) else str(error)  # type: ignore[attr-defined]
     return " ".join(message.split()).rstrip(".")
 
 
 def run(arguments: list[str], application: typer.Typer | None = None, name: str = "thinwire") -> int:
-    """Run one command line and return its exit code; a user's mistake is one sentence on stderr."""
+    """Run one command line and return its exit code; a user's mistake is reported in one sentence on stderr."""
     try:
         code = (application or app)(arguments, prog_name=name, standalone_mode=False)
     except _UsageError as error:

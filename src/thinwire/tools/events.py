@@ -1,7 +1,6 @@
-"""The event log: what happened in one training run, as JSON lines; all reports are made from it.
+"""The event log: what happened in one training run, as lines of JSON; all reports are made from it.
 
-Every record is one line, written when it happens: a run that dies leaves everything up to its last step.
-The schema is described in docs/events.md.
+Every record is one line and is written when it happens, so a run that dies leaves everything up to its last step.
 """
 
 import contextlib
@@ -16,8 +15,9 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from thinwire.errors import LogError
-from thinwire.link.diagnosis import Diagnosis
+from thinwire.link.diagnosis import Diagnosis as Diagnosis  # for those who read logs
 
+FORMAT = 2  # of the records; logs of thinwire 0.1 have none
 PHASES = ("compute", "compress", "exchange", "apply")
 REASONS = ("target", "max_steps", "interrupted", "failed")
 
@@ -34,8 +34,8 @@ class Run:
     batch: int  # samples per worker and step
     parameters: int
     seed: int = 0
-    rate: str = "none"  # of each host's link: "100mbit", or "none" where nothing is shaped
-    # With a parameter server: the transport to it ("udp-ignore": with that policy), and the share of lost packets.
+    rate: str = "none"  # of each worker's link: "100mbit", or "none" where nothing is shaped
+    # With a parameter server: the transport, with udp also the setting on_loss, and the share of lost packets.
     transport: str = ""
     packet_loss: float = 0.0
     metric: str = "accuracy"
@@ -43,16 +43,17 @@ class Run:
     version: str = ""
     machine: str = ""
     date: str = ""
+    format: int = FORMAT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of one rank; the four phases are seconds, `step` counts from 1."""
+    """One step of one rank; the four phases are in seconds, `step` counts from 1."""
 
     event: ClassVar[str] = "step"
     step: int
     epoch: float  # passes of the data done after this step
-    wall: float  # seconds of training since its start, evaluation left out
+    wall: float  # seconds of training since its start, without evaluation
     compute: float
     compress: float
     exchange: float
@@ -60,13 +61,13 @@ class Step:
     bytes_sent: int
     bytes_received: int
     loss: float
-    density: float = 1.0  # share of the gradient's entries that travelled
+    density: float = 1.0  # share of the gradient's entries that were sent
     residual_norm: float = 0.0
     rank: int = 0
-    # With a parameter server: two parts of `exchange`, and by layer what was waited for and how stale it was.
+    # With a parameter server: the two parts of `exchange`; `waits` and `staleness` have a figure for each layer.
     synchronise: float = 0.0
     aggregate: float = 0.0
-    # Over udp: datagrams sent, those reported lost, and the sum of magnitudes that returned to the memory for them.
+    # Over udp: datagrams sent, datagrams lost, and the sum of the magnitudes that returned to the residual for them.
     datagrams: int = 0
     datagrams_lost: int = 0
     restored: float = 0.0
@@ -75,13 +76,13 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """How long the step took."""
+        """Seconds that the step took."""
         return self.compute + self.compress + self.exchange + self.apply
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """The metric at a step, on the training or the test split."""
+    """The metric on the training or the test split after a step."""
 
     event: ClassVar[str] = "eval"
     step: int
@@ -94,7 +95,7 @@ class Eval:
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """How many entries of a layer's gradient have a magnitude from edges[i] to edges[i + 1]: counts[i]."""
+    """Magnitudes of a layer's gradient: counts[i] entries lie from edges[i] to edges[i + 1]."""
 
     event: ClassVar[str] = "histogram"
     step: int
@@ -106,7 +107,7 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """The run went on from a checkpoint after `step`: later records before this one are void."""
+    """The run continued from a checkpoint at `step`: records of later steps that precede this one are void."""
 
     event: ClassVar[str] = "resume"
     step: int
@@ -114,7 +115,7 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The last record: why the run ended, and its totals (bytes of the ranks that wrote steps here)."""
+    """The last record: why the run ended, and its totals (bytes of the ranks whose steps are in the log)."""
 
     event: ClassVar[str] = "end"
     reason: str
@@ -126,33 +127,14 @@ class End:
 
 Event = Run | Step | Eval | Histogram | Diagnosis | Resume | End
 
-
 _log = logging.getLogger("thinwire")
-
-__all__ = [
-    "PHASES",
-    "REASONS",
-    "Diagnosis",
-    "End",
-    "Eval",
-    "Event",
-    "EventLog",
-    "Histogram",
-    "Resume",
-    "Run",
-    "RunLog",
-    "Step",
-    "from_line",
-    "read_log",
-    "to_line",
-]
 
 _KINDS: dict[str, type[Event]] = {kind.event: kind for kind in (Run, Step, Eval, Histogram, Diagnosis, Resume, End)}
 
 
 @dataclass
 class RunLog:
-    """One run, read back."""
+    """A log that was read, or is being written: the events of one run."""
 
     run: Run
     steps: list[Step] = field(default_factory=list)
@@ -163,26 +145,21 @@ class RunLog:
     path: Path | None = None
 
     def add(self, event: Event) -> None:
-        """Take in one more event of this run."""
-        if isinstance(event, Step):
-            self.steps.append(event)
-        elif isinstance(event, Eval):
-            self.evals.append(event)
-        elif isinstance(event, Histogram):
-            self.histograms.append(event)
-        elif isinstance(event, Diagnosis):
-            self.diagnoses.append(event)
-        elif isinstance(event, End):
+        """Add one more event of this run."""
+        if isinstance(event, End):
             self.end = event
         elif isinstance(event, Resume):
             self.end = None
-            self.steps = [e for e in self.steps if e.step <= event.step]
-            self.evals = [e for e in self.evals if e.step <= event.step]
-            self.histograms = [e for e in self.histograms if e.step <= event.step]
-            self.diagnoses = [e for e in self.diagnoses if e.step <= event.step]
+            for events in self._by_kind().values():
+                events[:] = [each for each in events if each.step <= event.step]
+        elif not isinstance(event, Run):
+            self._by_kind()[type(event)].append(event)
+
+    def _by_kind(self) -> dict[type[Event], list[Any]]:
+        return {Step: self.steps, Eval: self.evals, Histogram: self.histograms, Diagnosis: self.diagnoses}
 
     def totals(self, reason: str) -> End:
-        """The end record that these steps amount to."""
+        """Return the end record of the steps so far."""
         return End(
             reason=reason,
             steps=max((step.step for step in self.steps), default=0),
@@ -193,10 +170,10 @@ class RunLog:
 
 
 class EventLog:
-    """Writes a log; use it as a context manager, `write` events as they happen and `end` it.
+    """Writes a log: a context manager with `write` for events and `end` for the reason of the end.
 
-    An existing file is never overwritten: `resume_at` appends to it from that step on, else it is an error.
-    With `keep=False` steps go to the file alone: a long run of many workers has more of them than fit in memory.
+    An existing file is never overwritten: with `resume_at` the log continues from that step, else LogError is raised.
+    With `keep=False` steps are written but not kept in `log`, because those of a long run may not fit in memory.
     """
 
     def __init__(
@@ -230,12 +207,12 @@ class EventLog:
             self.log.steps.clear()
 
     def write(self, event: Event) -> None:
-        """Append one event and hand it to the mirrors. A disk that is full later is reported once: training goes on."""
+        """Append one event and pass it to the mirrors; if the disk is full, say so once and continue."""
         try:
             self._file.write(to_line(event) + "\n")
         except OSError as error:
             if not self._failed:
-                _log.warning("cannot write the log %s (%s): training goes on, not all of it told", self.path, error)
+                _log.warning("cannot write the log %s (%s): training goes on without it", self.path, error)
             self._failed = True
         self._note(event)
 
@@ -248,9 +225,9 @@ class EventLog:
             mirror(event)
 
     def end(self, reason: str) -> End:
-        """Write the last record: `target`, `max_steps`, `interrupted` or `failed`."""
+        """Write the last record; the reason is `target`, `max_steps`, `interrupted` or `failed`."""
         if reason not in REASONS:
-            raise ValueError(f"the reason of an end must be one of {', '.join(REASONS)}, not {reason!r}.")
+            raise ValueError(f"the reason of the end must be one of {', '.join(REASONS)}, not {reason!r}.")
         end = self.log.totals(reason) if self._sums is None else replace(self._sums, reason=reason)
         self.write(end)
         return end
@@ -266,7 +243,7 @@ class EventLog:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file; mirrors that hold something back write it now."""
+        """Close the file and the mirrors."""
         with contextlib.suppress(OSError):
             self._file.close()
         for mirror in self._mirrors:
@@ -285,13 +262,13 @@ def _with_step(sums: End, step: Step) -> End:
 
 
 def to_line(event: Event) -> str:
-    """One record as a line of JSON, without its end."""
+    """Return an event as a line of JSON, without the newline."""
     values = {name: _to_json(value) for name, value in asdict(event).items()}
     return json.dumps({"event": event.event, **values})
 
 
 def read_log(path: Path) -> RunLog:
-    """Read a log; a torn last line is left out, anything else that is wrong is an error with its line."""
+    """Read a log. An incomplete last line is left out; any other mistake raises LogError with the line's number."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -299,11 +276,13 @@ def read_log(path: Path) -> RunLog:
     lines = text.split("\n")
     log: RunLog | None = None
     for number, line in enumerate(lines, start=1):
-        torn = number == len(lines)  # every complete line ends with a newline
+        torn = number == len(lines)  # because every complete line ends with a newline
         if torn and not line:
             break
         try:
             event = from_line(line)
+        except LogError as error:
+            raise LogError(f"{path}: {error}.") from error
         except ValueError as error:
             if torn and log is not None:
                 break
@@ -320,7 +299,7 @@ def read_log(path: Path) -> RunLog:
 
 
 def from_line(line: str) -> Event:
-    """One line as its record; unknown keys are left out, so that older readers read newer logs."""
+    """Return the event of a line; unknown keys are left out, so that older versions read newer logs."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -328,6 +307,11 @@ def from_line(line: str) -> Event:
     kind = _KINDS.get(record.get("event", "")) if isinstance(record, dict) else None
     if kind is None:
         raise ValueError("not a record of a known event")
+    if kind is Run and record.get("format") != FORMAT:
+        version = record.get("version") or "0.1"
+        raise LogError(
+            f"thinwire {version} wrote this log in another format: make its report with that version, or run again"
+        )
     values = {}
     for item in fields(kind):
         if item.name in record:
@@ -355,7 +339,7 @@ def _checked(value: Any, kind: str, name: str) -> Any:
 
 
 def _to_json(value: Any) -> Any:
-    # NaN is no JSON: a diverged loss is written as null and read back as NaN.
+    # JSON has no NaN: a loss that diverged is written as null and read as NaN.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

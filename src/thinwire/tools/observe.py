@@ -1,7 +1,4 @@
-"""Mirror an event log to TensorBoard: the same figures as scalars, for those who watch runs there.
-
-TensorBoard is an extra; without it one sentence says how to get it.
-"""
+"""What goes into an event log besides steps (histograms, machine, date), and its copy as TensorBoard scalars."""
 
 import os
 import platform
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gradient_histogram(step: int, layer: str, gradient: "Tensor", *, per_decade: int = 4) -> Histogram:
-    """The histogram of a gradient's magnitudes in bins of equal ratio, from 1e-12 to 1e3."""
+    """Return the histogram of a gradient's magnitudes in bins of equal ratio, from 1e-12 to 1e3."""
     magnitudes = gradient.detach().abs().flatten()
     found = magnitudes[magnitudes > 0].log10()
     counts = found.clamp(-12, 3).histc(15 * per_decade, min=-12, max=3).long().tolist()
@@ -36,36 +33,36 @@ def gradient_histogram(step: int, layer: str, gradient: "Tensor", *, per_decade:
 
 
 def describe_machine() -> str:
-    """One line about this machine: processor, cores, system, torch."""
+    """Describe this machine in one line: processor, cores, system, version of torch."""
     processor = platform.processor() or platform.machine()
     try:
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
         processor = names[0].split(":", 1)[1].strip() if names else processor
     except OSError:
-        pass  # not Linux: the machine's architecture has to do
+        pass  # not Linux: the architecture is all that is known
     system = f"{platform.system()} {platform.release()}"
     return f"{processor}, {os.cpu_count()} cores, {system}, torch {metadata.version('torch')}"
 
 
 def now() -> str:
-    """The date of a run, in UTC to the second."""
+    """Return the present date and time in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def mirrors(folder: Path | None) -> list[Callable[[Event], None]]:
-    """What a log is given to mirror itself to a folder; nothing if there is none."""
+    """Return the `mirrors` of an EventLog that writes to TensorBoard too, if there is a folder for it."""
     return [TensorBoardMirror(folder)] if folder is not None else []
 
 
 class TensorBoardMirror:
-    """Give it to an EventLog in `mirrors`, which closes it at the end."""
+    """Writes the events of a log as TensorBoard scalars; the log closes it at the end."""
 
     def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise LogError(
-                "--tensorboard needs tensorboard: install it with pip install 'thinwire[tensorboard]'."
+                "writing to TensorBoard needs the package tensorboard: install it with pip install tensorboard."
             ) from error
         self._writer = SummaryWriter(log_dir=str(folder))
 
@@ -87,5 +84,5 @@ class TensorBoardMirror:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is still held back."""
+        """Write what is still buffered."""
         self._writer.close()

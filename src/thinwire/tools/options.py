@@ -1,19 +1,166 @@
-"""Options: what several commands ask for, in the same words; and what they all do with it."""
+"""Options that several commands share, under one name each, and helpers for what commands write.
+
+Names: `--workers` training processes, `--rate` and `--delay` of every link, `--methods` a list of ways to average
+gradients and `--method` one of them, `--json PATH` figures for machines (`-` is stdout), `--report PATH` a page.
+"""
 
 import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LINE_EVERY = 5.0  # seconds between two lines of progress where there is no terminal
+STDOUT = Path("-")
+_json_stream: TextIO | None = None  # the real stdout while `--json -` sends everything else to stderr
+
+
+def writable(path: Path | None) -> Path | None:
+    """Return the path of a result file, or refuse it before hours of work would be lost."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise typer.BadParameter(f"{path} cannot be written, because it is a directory or its folder cannot be written")
+    return path
+
+
+def json_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Check the place of the JSON figures; with `-`, stdout holds the figures alone and all else goes to stderr."""
+    global _json_stream
+    if path != STDOUT:
+        return writable(path)
+    _json_stream = sys.stdout
+    context.with_resource(redirect_stdout(sys.stderr))
+    return path
+
+
+# What is trained
+RecipeName = Annotated[str, typer.Argument(help="A recipe's name, or module:function, or file.py:function.")]
+Data = Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")]
+Seed = Annotated[int, typer.Option(help="Seed of the weights and of the data order.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples per worker and step.")]
+LearningRate = Annotated[float | None, typer.Option(help="Learning rate.")]
+
+# With whom, over which network, and how gradients are averaged
+Workers = Annotated[int, typer.Option(min=2, help="Workers: training processes, one on each emulated host.")]
+WorkerCounts = Annotated[str, typer.Option("--workers", help="Numbers of workers, comma-separated.")]
+Rate = Annotated[str, typer.Option(help="Rate of every worker's link: 100mbit; none leaves it unlimited.")]
+Delay = Annotated[str, typer.Option(help="One-way delay between two workers: 200us, 5ms.")]
+Method = Annotated[str, typer.Option(help="How gradients are averaged: dense, fp16, a preset, a density, auto.")]
+Methods = Annotated[str, typer.Option(help="Methods to average gradients, comma-separated.")]
+
+# How long
+Target = Annotated[float | None, typer.Option(help="Stop when the metric on the test split reaches this value.")]
+MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop after this number of steps.")]
+
+# Where results go
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="PATH", callback=json_file, help="Write the figures as JSON; - is stdout."),
+]
+Page = Annotated[
+    Path | None, typer.Option("--report", metavar="PATH", callback=writable, help="Write an HTML page with plots.")
+]
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="PATH", help="TOML file with further settings; options override it.")
+]
+
+
+def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """Return those of the named parameters that the user typed on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
+def refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raise ValueError if any of these options was typed, because it would have no effect."""
+    if found := typed(context, names):
+        raise ValueError(f"{', '.join('--' + name.replace('_', '-') for name in found)} {why}")
+
+
+def listed(text: str, option: str = "--methods") -> list[str]:
+    """Split a comma-separated option into its distinct items; ValueError if one is empty."""
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise ValueError(f"{option} {text!r} has an empty item: write items with one comma between them")
+    return list(dict.fromkeys(items))
+
+
+def parse_counts(text: str, option: str = "--workers", *, least: int = 2, most: int = 1_000_000) -> list[int]:
+    """Read a comma-separated list of numbers of workers, in ascending order."""
+    items = listed(text, option)
+    if not all(item.isdigit() and least <= int(item) <= most for item in items):
+        raise ValueError(f"{option} takes numbers from {least:,} to {most:,}, comma-separated, not {text!r}")
+    return sorted({int(item) for item in items})
+
+
+def link_rate(text: str | None) -> str | None:
+    """Check the rate of the emulated links; None means that nothing is shaped."""
+    from thinwire.tools.lab.units import parse_rates
+
+    if text is None or text == "none":
+        return None
+    parse_rates(text)
+    return text
+
+
+def needed_rate(text: str, option: str = "--rate") -> int:
+    """Read a rate that must be given, in bits per second."""
+    from thinwire.tools.lab.units import parse_rate
+
+    rate = parse_rate(text)
+    if rate is None:
+        raise ValueError(f"{option} must be a rate, such as 500mbit, not {text!r}")
+    return rate
+
+
+def invocation() -> str:
+    """Return the command as it was typed, for logs and pages."""
+    return shlex.join(["thinwire", *sys.argv[1:]])
+
+
+def log_path(wanted: Path | None, name: str) -> Path:
+    """Return where a run's event log goes; by default the file name tells what was run and when."""
+    date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return wanted if wanted is not None else Path("runs") / f"{name}-{date}.jsonl"
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Write figures as JSON to a file, or to stdout if the path is `-`; do nothing if it is None."""
+    if path is None:
+        return
+    text = json.dumps(figures, indent=1) + "\n"
+    if path == STDOUT:
+        stream = _json_stream if _json_stream is not None else sys.stdout
+        stream.write(text)
+        stream.flush()
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {path} ({error.strerror}): choose another place") from error
+
+
+@contextmanager
+def json_lines(path: Path | None) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that writes one line of JSON at a time to a file, to stdout (`-`), or nowhere (None)."""
+    if path is None or path == STDOUT:
+        stream = (_json_stream or sys.stdout) if path == STDOUT else None
+        yield lambda figures: None if stream is None else print(json.dumps(figures), file=stream, flush=True)
+        return
+    with path.open("w", encoding="utf-8") as file:
+        yield lambda figures: print(json.dumps(figures), file=file, flush=True)
+
 
 def verdict(bars: Iterable[bool | None]) -> int:
-    """Say how many bars were missed; 1 if any was. None is a bar that could not be measured."""
+    """Print how many bars of a benchmark were missed and return the exit code; None is a bar not measured."""
     met = list(bars)
     missed, unknown = met.count(False), met.count(None)
     if met:
@@ -22,61 +169,19 @@ def verdict(bars: Iterable[bool | None]) -> int:
     return 1 if missed else 0
 
 
-def writable(path: Path | None) -> Path | None:
-    """A place for results, refused before the work that would be lost there."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise typer.BadParameter(f"{path} cannot be written, because it is a directory or its folder cannot be written")
-    return path
+def table_of(
+    rows: Sequence[Mapping[str, str]], *, title: str = "", caption: str = "", bold: Container[int] = ()
+) -> "Table":
+    """Return the table of all commands: a row per mapping, columns without any figure left out."""
+    from rich.box import SIMPLE
+    from rich.table import Table
 
-
-# What is trained
-RecipeName = Annotated[str, typer.Argument(help="A recipe's name, or module:function.")]
-Data = Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")]
-Seed = Annotated[int, typer.Option(help="Of weights and data order.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Samples per worker and step.")]
-LearningRate = Annotated[float | None, typer.Option(help="Learning rate.")]
-
-# How long, and what is looked at meanwhile
-Target = Annotated[float | None, typer.Option(help="Metric on the test split that ends the run.")]
-Epochs = Annotated[float | None, typer.Option(help="Passes of the data at the most.")]
-MaxSteps = Annotated[int | None, typer.Option(min=1, help="Steps at the most.")]
-EvaluateEvery = Annotated[int | None, typer.Option(min=1, help="Steps between evaluations.")]
-Diagnose = Annotated[int, typer.Option(min=0, help="Diagnose the link every so many steps; 0: never.")]
-
-# The parameter server
-Bound = Annotated[int, typer.Option(min=0, help="With ssp: steps that workers may be apart.")]
-OnLoss = Annotated[str, typer.Option(help="With udp, of lost gradients: restore or ignore.")]
-Mtu = Annotated[int | None, typer.Option(help="With udp: bytes of a datagram; default 1400.")]
-
-# What is left of it
-JsonFile = Annotated[Path | None, typer.Option("--json", callback=writable, help="Write the figures to a file.")]
-Page = Annotated[Path | None, typer.Option(callback=writable, help="Write a page with plots.")]
-
-
-def refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
-    """ValueError if any of these options was typed: it would be accepted and do nothing."""
-    sources = {name: context.get_parameter_source(name) for name in names}
-    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    if typed:
-        raise ValueError(f"{', '.join('--' + name.replace('_', '-') for name in typed)} {why}")
-
-
-def invocation() -> str:
-    """The command as it was typed, for logs and pages."""
-    return shlex.join(["thinwire", *sys.argv[1:]])
-
-
-def log_path(wanted: Path | None, name: str) -> Path:
-    """Where a run's event log goes; unless somebody wants it elsewhere, its name tells what and when."""
-    date = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return wanted if wanted is not None else Path("runs") / f"{name}-{date}.jsonl"
-
-
-def write_json(path: Path | None, figures: Any) -> None:
-    """Write figures for machines, if they are wanted; ValueError if that place cannot be written."""
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror}): choose another place") from error
+    table = Table(title=title, caption=caption or None, box=SIMPLE, collapse_padding=True, pad_edge=False)
+    columns = [name for name in rows[0] if any(row[name] not in ("-", "") for row in rows)]
+    for name in columns:
+        first = name == columns[0]  # folds where the table would not fit the terminal
+        justify: Literal["left", "right"] = "left" if first or name == "exchange" else "right"
+        table.add_column(name, justify=justify, no_wrap=not first, overflow="fold")
+    for number, row in enumerate(rows):
+        table.add_row(*(row[name] for name in columns), style="bold" if number in bold else "")
+    return table

@@ -1,4 +1,4 @@
-"""The command `thinwire reproduce`: runs a study from a clone's folder `papers` as its own process."""
+"""The command `thinwire reproduce`: run a study of the folder `papers`, in a clone, as a process of its own."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import thinwire
 
 
 def papers_folder() -> Path:
-    """The clone that holds the studies: the one thinwire is installed from, or the current folder."""
+    """Return the clone that holds the studies: the one that thinwire is installed from, or the current folder."""
     installed = Path(thinwire.__file__).resolve().parents[2]
     for clone in (installed, Path.cwd()):
         if (clone / "papers" / "__main__.py").is_file():
@@ -23,7 +23,7 @@ def papers_folder() -> Path:
 
 
 def reproduce_command(context: typer.Context) -> int:
-    """Run a paper's experiments again and put its figures next to ours."""
+    """Repeat a paper's experiments and compare the figures (runs python -m papers)."""
     clone = papers_folder()
     path = os.pathsep.join(filter(None, (str(clone), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "papers", *context.args]
@@ -32,4 +32,4 @@ def reproduce_command(context: typer.Context) -> int:
         try:
             return child.wait()
         except KeyboardInterrupt:
-            continue  # the study has the same terminal: it ends by itself, and keeps what is finished
+            continue  # the study gets the same signal: it keeps the finished parts and ends by itself

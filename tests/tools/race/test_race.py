@@ -1,7 +1,9 @@
 """The main job as a user starts it: real processes, emulated hosts, logs, a table, a page."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,12 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+from rich.console import Console
 
 from tests.cluster import Cluster, printed
 from tests.needs import needs
 from thinwire.tools import cli
-from thinwire.tools.events import read_log
-from thinwire.tools.race.race import Field, Result, Standing
+from thinwire.tools.events import Step, read_log
+from thinwire.tools.options import table_of
+from thinwire.tools.race import launch
+from thinwire.tools.race.config import RunConfig, ServeConfig, TrainConfig, _read, load_config
+from thinwire.tools.race.launch import ClusterSpec
+from thinwire.tools.race.race import Result
+from thinwire.tools.race.train import MethodResult
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
 QUICK = ["--max-steps", "12", "--evaluate-every", "6", "--batch", "4"]
@@ -30,14 +44,14 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_race_in_the_lab_gives_figures_logs_and_a_page(tmp_path: Path) -> None:
     needs("lab")
-    words = ["race", "--hosts", "2", "--rate", "200mbit", "--methods", "dense,topk1,dgc", "--json", "race.json"]
+    words = ["race", "--workers", "2", "--rate", "200mbit", "--methods", "dense,topk1,dgc", "--json", "race.json"]
     done = run(*words, "--report", "page.html", "--logs", "logs", *QUICK, cwd=tmp_path)
-    assert "infinite network" in done.stdout
+    assert "without communication" in " ".join(done.stdout.split())
     figures = json.loads((tmp_path / "race.json").read_text())
-    assert (figures["hosts"], figures["rate"], figures["recipe"]) == (2, "200mbit", "digits")
+    assert (figures["workers"], figures["rate"], figures["recipe"]) == (2, "200mbit", "digits")
     assert figures["infinite_ms"] > 0
     dense, sparse, _ = figures["methods"]
-    keys = "name step_ms tax bytes_per_host_step steps_to_target seconds_to_target speedup train_accuracy test_accuracy"
+    keys = "name step_ms overhead bytes_per_host_step steps_to_target seconds_to_target speedup test_accuracy"
     assert set(keys.split()) <= set(dense)
     # The kernel's counters: a ring of two hosts sends the gradient once, the largest 1 % a twentieth of it or less.
     assert 7.0e6 < dense["bytes_per_host_step"] < 8.0e6
@@ -52,7 +66,7 @@ def test_a_race_in_the_lab_gives_figures_logs_and_a_page(tmp_path: Path) -> None
 def test_transports_race_through_lost_packets(tmp_path: Path) -> None:
     """The lab's links lose packets, of TCP and of datagrams alike; what became of it is in the figures and the page."""
     needs("loss")
-    words = ["race", "--hosts", "2", "--transport", "tcp,udp", "--loss", "5%", "--json", "race.json"]
+    words = ["race", "--workers", "2", "--transport", "tcp,udp", "--loss", "5%", "--json", "race.json"]
     done = run(*words, "--report", "page.html", "--logs", "logs", *QUICK, cwd=tmp_path)
     assert "tcp's wait over udp's" in done.stdout
     tcp, udp = json.loads((tmp_path / "race.json").read_text())["runs"]
@@ -67,7 +81,7 @@ def test_transports_race_through_lost_packets(tmp_path: Path) -> None:
 
 def test_without_shaping_a_race_runs_on_loopback(tmp_path: Path) -> None:
     done = run(
-        "race", "--hosts", "2", "--rate", "none", "--methods", "fp16,0.02", "--seeds", "1", *QUICK, cwd=tmp_path
+        "race", "--workers", "2", "--rate", "none", "--methods", "fp16,0.02", "--seeds", "1", *QUICK, cwd=tmp_path
     )  # fmt: skip
     assert "fp16" in done.stdout and "0.02" in done.stdout
 
@@ -79,11 +93,13 @@ def as_rank(rank: int, cwd: Path, words: list[str]) -> None:
 
 
 def test_methods_see_the_same_data_and_a_resumed_training_is_the_same(tmp_path: Path) -> None:
-    base = ["train", "digits", "--workers", "2", "--compress", "0.02", "--evaluate-every", "4", "--batch", "4"]
-    base += ["--diagnose", "3"]
-    part = [*base, "--checkpoint", "saved", "--events", "part.jsonl"]
+    base = ["train", "digits", "--workers", "2", "--method", "0.02", "--batch", "4"]
+    settings = "[training]\nevaluate_every = 4\ndiagnose = 3\n[output]\nevents = '{}.jsonl'\n"
+    for name in ("whole", "part"):
+        (tmp_path / f"{name}.toml").write_text(settings.format(name))
+    part = [*base, "--checkpoint", "saved", "--config", "part.toml"]
     # Two of the three by ranks that have torch already; the last as a user does it.
-    printed(as_rank, 2, tmp_path, [*base, "--max-steps", "8", "--events", "whole.jsonl"])
+    printed(as_rank, 2, tmp_path, [*base, "--max-steps", "8", "--config", "whole.toml"])
     printed(as_rank, 2, tmp_path, [*part, "--max-steps", "4"])
     run(*part, "--max-steps", "8", "--resume", cwd=tmp_path)
     for more, hint in ((["--max-steps", "9"], "--resume"), (["--resume", "--lr", "0.001"], "trained with lr")):
@@ -119,16 +135,64 @@ def test_ranks_that_find_different_checkpoints_do_not_go_on(cluster: Cluster, tm
         assert "rank 0 finds step 4" in told and "rank 1 step 0" in told and "all machines share" in told
 
 
+DENSE = MethodResult("dense", 100.0, 10.0, 90.0, 1e6, 40.0, 60.0, 1.0, 0.99, 0.97)
+SPARSE = replace(DENSE, name="topk1+gather", step_ms=10.0, seconds_to_target=12.0, speedup=5.0)
+
+
+def result(*methods: MethodResult, target: float | None = 0.96) -> Result:
+    return Result(ClusterSpec(2, "100mbit", ""), "digits", "accuracy", target, 9.0, list(methods), [])
+
+
 def test_the_verdict_names_a_line_that_works() -> None:
-    standing = Standing("dense", 100.0, 0.0, 0.0, 1e6, None, None, None, None, None)
-    sparse = replace(standing, name="topk1+gather", step_ms=10.0)
-    result = Result(Field(2, "100mbit", ""), "digits", "accuracy", None, 9.0, [standing, sparse], [])
-    assert result.verdict().endswith("use thinwire.attach(model, 'topk1', exchange='gather').")
+    said = result(DENSE, SPARSE).verdict()
+    assert said.startswith("Worth it with 2 workers at 100mbit: topk1+gather reaches 96.0 % accuracy 5.0x sooner")
+    assert said.endswith("use thinwire.attach(model, 'topk1', exchange='gather').")
+
+
+def test_a_small_gain_is_not_worth_it() -> None:
+    assert result(DENSE, replace(SPARSE, speedup=1.05)).verdict().startswith("Not worth it")
+    never = replace(SPARSE, seconds_to_target=None, speedup=None)
+    assert "dense reaches 96.0 % accuracy and no compressed method does" in result(DENSE, never).verdict()
+
+
+def test_the_verdict_says_what_was_not_measured() -> None:
+    never = [replace(m, seconds_to_target=None, speedup=None) for m in (DENSE, SPARSE)]
+    worse = replace(never[1], test_accuracy=0.9)
+    said = result(never[0], worse, target=None).verdict()
+    assert said.startswith("Not decided") and "no target was set" in said and "has only 90.0 % accuracy" in said
+    assert "no method reached 96.0 % accuracy" in result(*never).verdict()
+    assert result(SPARSE).verdict().startswith("Not decided")
+
+
+def test_the_results_table_fits_80_columns() -> None:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    wide = replace(DENSE, name="percentile90-residual", step_ms=12345.0, seconds_to_target=12345.6, speedup=123.4)
+    console.print(table_of([wide.row(), SPARSE.row()], title="digits"))
+    shown = console.export_text()
+    assert "12,345.6" in shown and "123.4x" in shown and "…" not in shown
+
+
+def test_progress_is_a_line_every_few_seconds_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "LINE_EVERY", 0.0)
+    console = Console(file=io.StringIO(), width=200, record=True)
+    with launch.RunProgress(["infinite", "topk1"], [8, 100], "accuracy", console) as progress:
+        for number in (1, 2):
+            step = Step(
+                step=number, epoch=0.1, wall=0.1, compute=0.1, compress=0.0, exchange=0.1, apply=0.0,
+                bytes_sent=1_000_000, bytes_received=1, loss=1.5,
+            )  # fmt: skip
+            progress.watch(1, step)
+        progress.watch(1, "max_steps")
+    first, second, last = console.export_text().splitlines()
+    assert first == "topk1 (run 2 of 2): step 1 of 100, loss 1.500, 1.0 MB sent"
+    assert re.fullmatch(r"topk1 .*step 2 of 100, loss 1.500, 2.0 MB sent, at most \d+ s left", second)
+    assert "ended after 2 steps" in last
 
 
 def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    train = [str(THINWIRE), "train", "digits", "--events", "run.jsonl", *QUICK]
+    (tmp_path / "run.toml").write_text("[output]\nevents = 'run.jsonl'\n[training]\nevaluate_every = 6\n")
+    train = [str(THINWIRE), "train", "digits", "--config", "run.toml", "--max-steps", "12", "--batch", "4"]
     done = subprocess.run([*words, *train], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     log = read_log(tmp_path / "run.jsonl")
@@ -143,29 +207,23 @@ def test_the_same_command_works_under_torchrun(tmp_path: Path) -> None:
         (["race", "--methods", "dense,topk1+magic"], "no exchange is called 'magic'"),
         (["race", "--rate", "fast"], "fast"),
         (["race", "--target", "7"], "target"),
-        (["race", "--hosts", "1"], "hosts"),
-        (["race", "--hosts", "2000"], "workers"),
+        (["race", "--workers", "1"], "workers"),
+        (["race", "--workers", "2000"], "workers"),
         (["race", "--transport", "mpi"], "--transport takes tcp and udp"),
         (["race", "--transport", "udp", "--loss", "much"], "is not understood"),
         (["race", "--transport", "udp", "--on-loss", "hope"], "restore"),
         (["race", "--loss", "5%"], "--loss go with --transport"),
-        (["race", "--compress", "topk1"], "--compress go with --transport"),
+        (["race", "--method", "topk1"], "--method go with --transport"),
         (["race", "--transport", "udp", "--rate", "none"], "lost in the lab"),
         (["race", "--methods", "infinite"], "no method besides the infinite network"),
         (["race", "--transport", "udp", "--methods", "topk1", "--seeds", "2"], "--methods, --seeds do not go with"),
-        (["train", "digits", "--mode", "async", "--pull", "topk1"], "--mode, --pull go with --server"),
         (["train", "digits", "--resume"], "--checkpoint"),
         (["train", "digits", "--resume", "--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
-        (["train", "digits", "--server", "--bound", "2"], "--bound goes with --mode ssp"),
         (["train", "digits", "--lr", "nan"], "a learning rate is positive, not nan"),
-        (["train", "digits", "--epochs", "-1"], "--epochs is a number above 0, not -1.0"),
         (["race", "--rate", "100Mbps"], "write bits: 100mbit"),
         (["race", "--rate", "100mbit/s"], "in '100mbit/s'"),
-        (["serve", "digits", "--bound", "2"], "--bound goes with --mode ssp"),
-        (["serve", "digits", "--save-every", "2"], "--save-every goes with --checkpoint"),
         (["simulate", "scale", "--compute", "80"], "--compute '80' is not understood"),
-        (["simulate", "scale", "--compute", "80ms", "--cores", "2"], "--cores are of the measurements"),
-        (["train", "digits", "--compress", "fp16", "--diagnose", "5"], "--diagnose looks at a link"),
+        (["simulate", "scale", "--compute", "80ms", "--cores", "2"], "--cores describe measurements"),
         (["train", "cifar10", "--data", "nowhere"], "nowhere"),
         (["train", "digits", "--workers", "2", "--checkpoint", "/proc/none", "--max-steps", "1"], "/proc/none"),
     ],
@@ -174,6 +232,69 @@ def test_mistakes_get_one_sentence(capsys: pytest.CaptureFixture[str], words: li
     assert cli.run(words) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("thinwire") and hint in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "hint"),
+    [
+        (["train", "digits"], "[server]\nmode = 'async'\npull_method = 'topk1'", "mode and pull_method would have no"),
+        (["train", "digits", "--server"], "[server]\nbound = 2", "bound would have no effect"),
+        (["train", "digits"], "[training]\nepochs = -1", "the number of epochs must be above 0, not -1.0"),
+        (["train", "digits", "--method", "fp16"], "[training]\ndiagnose = 5", "diagnose compares a compressed link"),
+        (["train", "digits"], "[training]\nbatch = 'many'", "[training] batch must be a whole number, not 'many'"),
+        (["train", "digits"], "[training]\nbatch = true", "[training] batch must be a whole number, not True"),
+        (["train", "digits"], "[training]\nbatch = 0", "[training] batch must be at least 1, not 0"),
+        (["train", "digits"], "[training]\nbatsch = 1", "[training] has no key 'batsch'; its keys are workers, method"),
+        (["train", "digits"], "[trainings]\nbatch = 1", "has no use for 'trainings': its tables are [training]"),
+        (["train", "digits"], "batch = 1", "has no use for 'batch'"),
+        (["train", "digits"], "batch 1", "is not TOML"),
+        (["train", "digits"], None, "cannot read the configuration"),
+        (["serve", "digits"], "[server]\nbound = 2", "bound would have no effect"),
+        (["serve", "digits"], "[server]\nsave_every = 2", "save_every would have no effect: it goes with --checkpoint"),
+        (["serve", "digits"], "[network]\nrate = '1mbit'", "[network] has no key 'rate'"),
+    ],
+)
+def test_mistakes_in_the_configuration_get_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], settings: str | None, hint: str
+) -> None:
+    if settings is not None:
+        (tmp_path / "run.toml").write_text(settings)
+    assert cli.run([*words, "--config", str(tmp_path / "run.toml")]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("thinwire") and hint in lines[0]
+
+
+def test_options_override_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        "[training]\nworkers = 3\nbatch = 4\nseed = 7\nlr = 1\n[output]\nevents = 'run.jsonl'\n"
+    )
+    seen: list[TrainConfig] = []
+
+    def command(context: typer.Context, workers: int = 4, batch: int | None = None, events: Path | None = None) -> None:
+        seen.append(load_config(TrainConfig, tmp_path / "run.toml", context))
+
+    application = typer.Typer()
+    application.command()(command)
+    assert cli.run(["--workers", "2", "--events", "other.jsonl"], application) == 0
+    (config,) = seen
+    assert (config.workers, config.batch, config.seed, config.lr) == (2, 4, 7, 1.0)
+    assert config.events == Path("other.jsonl") and isinstance(config.lr, float)
+
+
+@pytest.mark.parametrize(("command", "kind"), [("train", TrainConfig), ("serve", ServeConfig)])
+def test_the_printed_configuration_holds_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, kind: type[RunConfig]
+) -> None:
+    assert cli.run([command, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    found = tomllib.loads(text)
+    given = {name: value for table in found.values() for name, value in table.items()}
+    assert given == {k: v for k, v in vars(kind()).items() if v is not None}
+    # With the examples, too, it is a file that the command reads.
+    every = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
+    assert {name for table in tomllib.loads(every).values() for name in table} == set(vars(kind()))
+    (tmp_path / "run.toml").write_text(every)
+    assert set(_read(kind, tmp_path / "run.toml")) == set(vars(kind()))
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
@@ -185,12 +306,17 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     assert "the checkpoint saved/step-00000005 cannot be used" in done.stderr
 
 
-def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
+def test_ctrl_c_stops_everything_and_shows_the_finished_methods(tmp_path: Path) -> None:
     needs("lab")
     mark = f"thinwire-test-{os.getpid()}"
-    words = ["race", "--hosts", "2", "--rate", "50mbit", "--methods", "dense", "--logs", mark, "--max-steps", "500"]
+    words = ["race", "--workers", "2", "--rate", "50mbit", "--methods", "topk1,dense", "--logs", mark]
     process = subprocess.Popen(
-        [THINWIRE, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        [THINWIRE, *words, "--max-steps", "20", "--batch", "4"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
     )
     log = tmp_path / mark / "dense-0.jsonl"
     until = time.monotonic() + 180
@@ -198,9 +324,12 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "topk1" in out and "dense" not in out
+    assert "the race was stopped: 1 of 2 runs were finished." in error
     workers = subprocess.run(
-        ["pgrep", "-f", "thinwire.tools.race.worker"], capture_output=True, text=True
+        ["pgrep", "-f", "thinwire.tools.race.training"], capture_output=True, text=True
     ).stdout.split()
     mine = [pid for pid in workers if str(tmp_path) in os.readlink(f"/proc/{pid}/cwd")]
     assert not mine

@@ -9,12 +9,20 @@ import pytest
 from tests.needs import needs
 from thinwire.tools.events import read_log
 
-_ENDS = ["--max-steps", "12", "--evaluate-every", "6", "--batch", "4"]
+_ENDS = ["--max-steps", "12", "--batch", "4"]
 
 
 def thinwire(*arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [*prefix, str(Path(sys.executable).with_name("thinwire")), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+def config(log: Path, evaluate_every: int = 6, **settings: str) -> list[str]:
+    """Options that log to a file and evaluate so often, with further tables of the configuration."""
+    tables = {"training": f"evaluate_every = {evaluate_every}", "output": f'events = "{log}"', **settings}
+    path = log.with_suffix(".toml")
+    path.write_text("".join(f"[{table}]\n{lines}\n" for table, lines in tables.items()))
+    return ["--config", str(path)]
 
 
 def check(log: Path, mode: str) -> None:
@@ -34,15 +42,15 @@ def check(log: Path, mode: str) -> None:
 
 def test_local_processes(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    done = thinwire("train", "digits", "--server", "--workers", "2", "--events", str(log), *_ENDS)
+    done = thinwire("train", "digits", "--server", "--workers", "2", *config(log), *_ENDS)
     assert done.returncode == 0, done.stderr
     check(log, "bsp")
 
 
 def test_a_served_training_goes_on_only_if_it_is_asked_to(tmp_path: Path) -> None:
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
-    words = ["train", "digits", "--server", "--workers", "2", "--events", str(log), "--checkpoint", str(saved)]
-    words += ["--batch", "4", "--evaluate-every", "3"]
+    words = ["train", "digits", "--server", "--workers", "2", *config(log, 3), "--checkpoint", str(saved)]
+    words += ["--batch", "4"]
     done = thinwire(*words, "--max-steps", "6")
     assert done.returncode == 0, done.stderr
     done = thinwire(*words, "--max-steps", "9")
@@ -57,8 +65,8 @@ def test_a_served_training_goes_on_only_if_it_is_asked_to(tmp_path: Path) -> Non
 def test_emulated_hosts_with_bounded_staleness(tmp_path: Path) -> None:
     needs("lab")
     log = tmp_path / "log.jsonl"
-    options = ["--rate", "100mbit", "--mode", "ssp", "--bound", "2", "--policy", "stalest"]
-    done = thinwire("train", "digits", "--server", "--workers", "2", "--events", str(log), *options, *_ENDS)
+    options = ["--rate", "100mbit", *config(log, server='mode = "ssp"\nbound = 2\npolicy = "stalest"')]
+    done = thinwire("train", "digits", "--server", "--workers", "2", *options, *_ENDS)
     assert done.returncode == 0, done.stderr
     check(log, "ssp")
     assert max(max(step.staleness) for step in read_log(log).steps) <= 2
@@ -68,26 +76,26 @@ def test_mpi(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     mpirun = Path(sys.executable).parent / "mpirun"
     log = tmp_path / "log.jsonl"
-    options = ["--server", "--workers", "2", "--transport", "mpi", "--events", str(log), *_ENDS]
+    options = ["--server", "--workers", "2", *config(log, network='transport = "mpi"'), *_ENDS]
     done = thinwire("train", "digits", *options, prefix=(str(mpirun), "-n", "3"))
     assert done.returncode == 0, done.stderr
     check(log, "bsp")
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "tables", "sentence"),
     [
-        (["--server", "--mode", "slow"], "--mode is one of bsp, ssp, async"),
-        (["--server", "--policy", "best"], "the policy 'best' is unknown"),
-        (["--server", "--pull", "nothing"], "no preset is called 'nothing'"),
-        (["--transport", "mpi"], "the last two go with --server"),
+        (["--server"], {"server": "mode = 'slow'"}, "mode is one of bsp, ssp, async"),
+        (["--server"], {"server": "policy = 'best'"}, "the policy 'best' is unknown"),
+        (["--server"], {"server": "pull_method = 'nothing'"}, "no preset is called 'nothing'"),
+        ([], {"network": "transport = 'mpi'"}, "the last two go with --server"),
     ],
 )
-def test_impossible_words_are_one_sentence(
-    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+def test_impossible_settings_are_one_sentence(
+    tmp_path: Path, options: list[str], tables: dict[str, str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from thinwire.tools.cli import run
 
-    assert run(["train", "digits", *options]) == 2
+    assert run(["train", "digits", *options, *config(tmp_path / "log.jsonl", 6, **tables)]) == 2
     error = capsys.readouterr().err
     assert sentence in error and "Traceback" not in error

@@ -10,7 +10,7 @@ from tests.tools.report.browser import render
 from thinwire.tools.cli import run
 from thinwire.tools.race.profile import LayerTimes, write_profile
 from thinwire.tools.simulate import gantt
-from thinwire.tools.simulate.schedule import Case, Outcome, compare, even_slices
+from thinwire.tools.simulate.schedule import Case, ScheduleOutcome, compare, even_slices
 
 COMMAND = ["simulate", "schedule"]
 SMALL = [*COMMAND, "--workers", "2", "--iterations", "3"]
@@ -34,7 +34,7 @@ def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_options_reach_the_model(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
     options = "--layers 3 --forward 0.5 --backward 1,2,3 --slices 1,2,3 --staleness 2 --waits-for copy --versions layer"
-    more = "--window 4 --server-rate 2 --latency 0.1 --slow 1,3 --policies stalest"
+    more = "--window 4 --server-rate 2 --delay 0.1 --slow 1,3 --policies stalest"
     assert run([*SMALL, *options.split(), *more.split(), "--json", str(target)]) == 0
     given = json.loads(target.read_text())["case"]
     assert [layer["backward"] for layer in given["layers"]] == [0.001, 0.002, 0.003]
@@ -103,11 +103,14 @@ def test_a_long_run_shows_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_the_verdict(times: dict[str, float], said: str) -> None:
-    assert gantt.verdict([Outcome(policy, makespan=time) for policy, time in times.items()]).startswith(said)
+    assert gantt.verdict([ScheduleOutcome(policy, makespan=time) for policy, time in times.items()]).startswith(said)
 
 
 def test_the_verdict_names_who_has_the_newest_copies() -> None:
-    outcomes = [Outcome("fifo", makespan=1.0, staleness_mean=2.0), Outcome("forward", makespan=1.0, staleness_mean=1.0)]
+    outcomes = [
+        ScheduleOutcome("fifo", makespan=1.0, staleness_mean=2.0),
+        ScheduleOutcome("forward", makespan=1.0, staleness_mean=1.0),
+    ]
     assert gantt.verdict(outcomes) == "All policies take 1000 ms; the copies are newest with forward."
 
 

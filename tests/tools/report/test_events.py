@@ -97,6 +97,17 @@ def test_a_corrupt_middle_line_is_named(tmp_path: Path, line: str, complaint: st
         read_log(path)
 
 
+def test_a_log_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with EventLog(path, RUN) as log:
+        log.end("max_steps")
+    path.write_text(
+        path.read_text().replace('"format": 2', '"colour": 1').replace('"version": ""', '"version": "0.1.0"')
+    )
+    with pytest.raises(LogError, match=r"thinwire 0.1.0 wrote this log in another format: make its report with that"):
+        read_log(path)
+
+
 def test_files_that_are_no_logs(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with pytest.raises(LogError, match="No such file"):
@@ -158,7 +169,7 @@ def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     mirror = TensorBoardMirror(tmp_path / "board")
-    with EventLog(tmp_path / "run.jsonl", RUN, mirrors=[mirror]) as log:  # which writes what the mirror holds back
+    with EventLog(tmp_path / "run.jsonl", RUN, mirrors=[mirror]) as log:  # which closes the mirror
         log.write(step(1))
         log.write(evaluation(1, 0.25))
     board = EventAccumulator(str(tmp_path / "board"))

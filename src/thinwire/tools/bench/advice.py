@@ -22,7 +22,7 @@ from thinwire.tools.bench import run_in_lab
 from thinwire.tools.bench.ddp import MethodTrainer, start_trainers
 from thinwire.tools.lab import Lab
 from thinwire.tools.options import verdict, write_json
-from thinwire.tools.race.advise import Report, Subject, make_report, probed_wire
+from thinwire.tools.race.advise import AdviceReport, Subject, make_report, probed_wire
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tune.forecast import forecast
 
@@ -98,7 +98,7 @@ def subject(batch: int) -> Subject:
     return Subject("cuda-convnet", model, loss, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
-def predicted(found: Report, trainer: MethodTrainer) -> float:
+def predicted(found: AdviceReport, trainer: MethodTrainer) -> float:
     """Return the predicted seconds of a step with the exchange that the trainer uses."""
     used = NAMES_OF.get(type(trainer.link.exchange)) if trainer.link is not None else None
     return min(

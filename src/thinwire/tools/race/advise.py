@@ -1,4 +1,4 @@
-"""Advising: from a model and a network to the table, the page and the JSON of `thinwire advise`."""
+"""Advice: measure a model and its codecs, predict the step of each method on a network, and recommend one."""
 
 import math
 import os
@@ -14,20 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 import thinwire
 from thinwire.codec.codec import Codec
-from thinwire.codec.frame import FrameReader
 from thinwire.codec.vectors import NativeGroup, Vector
 from thinwire.errors import RecipeError
 from thinwire.exchange.channel import Channel, gather_json
-from thinwire.link.autotune import probe_network
+from thinwire.link.autotune import codec_seconds, conversion_seconds, probe_network
 from thinwire.tools.lab.units import parse_rates
 from thinwire.tools.observe import describe_machine, now
 from thinwire.tools.recipes import get_recipe
-from thinwire.tools.report.markup import Row as Cells
-from thinwire.tools.report.markup import write_page
+from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.page import megabytes
 from thinwire.tune.adaptive import MagnitudeCurve
 from thinwire.tune.forecast import (
@@ -45,42 +43,53 @@ from thinwire.tune.forecast import (
 )
 from thinwire.tune.presets import resolve_codec
 
-# Rates over which the answers are drawn: 1 Mbit/s to 100 Gbit/s.
+# Rates over which the predictions are drawn: 1 Mbit/s to 100 Gbit/s.
 LOWEST, HIGHEST = 1e6, 1e11
-# How far a prediction may be off where the network was measured, and where only its rate is known.
-_PROBED, _RATED = 0.10, 0.25
+# Relative error of a predicted exchange. Where the network was measured it is the largest of 16 cases (the median is
+# 5 %; results/bench-advice.json); where only a rate is known it is an assumption.
+_PROBED, _RATED = 0.19, 0.25
+# Methods whose effect on training was measured with SGD (results/race-*.json and results/sparsify-gradients-*.json).
+TRAINED = ("dense", "fp16", "percentile90", "topk1", "0.01")
+# Optimizers that divide by a moving average of squared gradients: compressed gradients train worse with them.
+ADAPTIVE = (optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.RMSprop)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One method's line of the table."""
+class Prediction:
+    """What is predicted of one method: a line of the table."""
 
     method: str
     exchange: str
     seconds: float
-    tax: float  # beyond the step without any exchange, as a share of that
-    sent: float  # bytes per host and step
+    overhead: float  # communication overhead
+    sent: float  # bytes per worker and step
     efficiency: float  # the share of the step that is computing
-    alpha: float
-    uncertainty: float  # as a share of the step
+    alpha: float  # the share of the gradient's squared norm that is sent
+    uncertainty: float  # relative error of the step time
     setting: str  # how to ask for it
+
+    @property
+    def time(self) -> str:
+        """The step time and its uncertainty, for a sentence."""
+        return f"{_ms(self.seconds)} (± {self.uncertainty:.0%})"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The table and the answer."""
+    """The predictions of all methods and the recommended one."""
 
-    rows: tuple[Row, ...]
-    best: Row
+    rows: tuple[Prediction, ...]
+    best: Prediction
     verdict: str
 
     @property
     def compress(self) -> bool:
+        """Whether a method other than dense is recommended."""
         return self.best.method != DENSE.name
 
 
 def cheapest(settings: Sequence[Setting], work: Workload, network: Network) -> list[Forecast]:
-    """Each method with the exchange that suits it best."""
+    """Return the forecast of each method with the exchange that is fastest for it."""
     best: dict[str, Forecast] = {}
     for setting in settings:
         found = forecast(setting, work, network)
@@ -96,35 +105,53 @@ def advise(
     *,
     spread: float = 0.0,
     probed: bool = False,
+    optimizer: str = "",
     policy: TuningPolicy | None = None,
 ) -> Advice:
-    """What to do on this network; `spread` is how much the measured computing varied, as a share of itself."""
+    """Recommend a method among those whose effect on training is known.
+
+    spread: relative variation of the measured computing time. optimizer: its name if it is one of ADAPTIVE.
+    """
     policy = policy if policy is not None else TuningPolicy()
-    rows = tuple(_row(f, work, spread, _PROBED if probed else _RATED) for f in cheapest(settings, work, network))
+    doubt = _PROBED if probed else _RATED
+    rows = tuple(_predicted(found, work, spread, doubt) for found in cheapest(settings, work, network))
     dense = next(row for row in rows if row.method == DENSE.name)
-    allowed = [row for row in rows if row.alpha >= policy.alpha]
+    known = TRAINED[:2] if optimizer else TRAINED
+    allowed = [row for row in rows if row.method in known and row.alpha >= policy.alpha]
     least = min(row.seconds for row in allowed)
-    # Of methods that take the same time, the one that carries the most.
+    # Of methods that take about the same time, the one that sends the largest part of the gradient.
     best = max((row for row in allowed if row.seconds <= 1.03 * least), key=lambda row: (round(row.alpha, 1), row.sent))
     gain = dense.seconds / best.seconds
     if best is dense or gain < 1.0 / (1.0 - policy.compress_from):
-        words = (
-            f"Do not compress: dense takes {_ms(dense.seconds)} a step, of which {dense.efficiency:.0%} is computing"
-        )
+        said = f"Do not compress: dense takes {dense.time} a step, of which {dense.efficiency:.0%} is computing"
         if best is not dense:
-            words += f", and the best method, {best.method}, gains {gain - 1.0:.0%}"
-        return Advice(rows, dense, words + ".")
-    words = (
-        f"Compress: {best.method} takes {_ms(best.seconds)} a step where dense takes {_ms(dense.seconds)} "
-        f"({gain:.1f}x); use {'thinwire.' if best.exchange else ''}{best.setting}."
-    )
-    return Advice(rows, best, words)
+            said += f", and the best method, {best.method}, gains {gain - 1.0:.0%}"
+        best = dense
+    elif best.overhead * (1.0 + doubt) >= dense.overhead * (1.0 - doubt):  # computing takes the same time in both
+        said = f"Not decided: {best.method} takes {best.time} a step and dense {dense.time}: too close to tell; "
+        said += "compare them with thinwire race"
+        best = dense
+    else:
+        said = f"Compress: {best.method} takes {best.time} a step where dense takes {dense.time}, {gain:.1f}x as long; "
+        said += f"use {'thinwire.' if best.exchange else ''}{best.setting}"
+    return Advice(rows, best, f"{said}.{_caveat(rows, best, optimizer)}")
 
 
-def _row(found: Forecast, work: Workload, spread: float, doubt: float) -> Row:
+def _caveat(rows: Sequence[Prediction], best: Prediction, optimizer: str) -> str:
+    """Say why a faster method is not recommended, if there is one."""
+    if optimizer:
+        return f" Compressing gradients trains worse with {optimizer}, so that compressed methods are not recommended."
+    faster = [row.method for row in rows if row.method not in TRAINED and row.seconds < 0.97 * best.seconds]
+    if not faster:
+        return ""
+    verb = "is" if len(faster) == 1 else "are"
+    return f" {', '.join(faster)} {verb} predicted to be faster, but the effect on training has not been measured."
+
+
+def _predicted(found: Forecast, work: Workload, spread: float, doubt: float) -> Prediction:
     waiting = max(found.seconds - work.compute, 0.0) / found.seconds
     uncertainty = math.hypot((1.0 - waiting) * spread, waiting * doubt)
-    return Row(
+    return Prediction(
         found.setting.name,
         found.setting.exchange if found.setting.compressed else "",
         found.seconds,
@@ -138,9 +165,9 @@ def _row(found: Forecast, work: Workload, spread: float, doubt: float) -> Row:
 
 
 def how_to(setting: Setting) -> str:
-    """The line that asks for a setting."""
+    """Return the line of code that asks for a setting."""
     if setting == DENSE:
-        return "DDP as it is"
+        return "DDP without a hook"
     if not setting.compressed:
         return "model.register_comm_hook(None, fp16_compress_hook)"
     return f'attach(model, "{setting.name}", exchange="{setting.exchange}")'
@@ -149,7 +176,7 @@ def how_to(setting: Setting) -> str:
 def at_rates(
     settings: Sequence[Setting], work: Workload, network: Callable[[float], Network], points: int = 61
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Bits a second, and each method's seconds a step at each."""
+    """Return rates in bits per second, and the step time of each method at each rate."""
     rates = [LOWEST * (HIGHEST / LOWEST) ** (i / (points - 1)) for i in range(points)]
     curves: dict[str, list[float]] = {}
     for rate in rates:
@@ -161,13 +188,13 @@ def at_rates(
 def crossings(
     settings: Sequence[Setting], work: Workload, network: Callable[[float], Network]
 ) -> dict[str, float | None]:
-    """The rate up to which each method gains enough on dense to be worth it; None where it does at any rate."""
+    """Return the rate up to which each method is worth it against dense; None where it is at every rate."""
     found: dict[str, float | None] = {}
     for name in dict.fromkeys(s.name for s in settings if s != DENSE):
         those = [s for s in settings if s.name == name]
 
         def lead(rate: float, those: list[Setting] = those) -> float:
-            """Seconds that the method is ahead of dense, beyond what it must be."""
+            """Return by how many seconds the method exceeds the gain that makes it worth it."""
             net = network(rate)
             enough = (1.0 - TuningPolicy().compress_from) * forecast(DENSE, work, net).seconds
             return enough - min(forecast(s, work, net).seconds for s in those)
@@ -192,7 +219,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"
 
 
-# DDP's own: the first bucket is small so that the exchange begins early.
+# As in DDP, where the first bucket is small so that the exchange begins early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 EXCHANGES = ("gather", "scatter-reduce")
 
@@ -204,57 +231,54 @@ class Subject:
     name: str
     model: nn.Module
     loss: Callable[[int], Tensor]
-    optimizer: torch.optim.Optimizer
+    optimizer: optim.Optimizer
 
 
-def subject_of(model: str, *, data: Path | None = None, batch: int | None = None, rank: int = 0) -> Subject:
-    """A recipe by name, or module:function that returns a Recipe, or a model and a function of it to its loss."""
-    made = _made(model)
+def subject_of(recipe: str, *, data: Path | None = None, batch: int | None = None, rank: int = 0) -> Subject:
+    """Return the model of a recipe, or of a module:function that returns a Recipe or a pair of model and loss."""
+    made = _made(recipe)
     if isinstance(made, tuple):
         net, loss = made
-        return Subject(model, net, lambda step: loss(net), torch.optim.SGD(net.parameters(), lr=0.01))
-    recipe = made
-    splits, size = recipe.load(data), batch if batch is not None else recipe.defaults.batch
-    net = recipe.build(0)
+        return Subject(recipe, net, lambda step: loss(net), optim.SGD(net.parameters(), lr=0.01))
+    splits, size = made.load(data), batch if batch is not None else made.defaults.batch
+    net = made.build(0)
 
     def recipe_loss(step: int) -> Tensor:
         first = (step * 131 + rank) * size
-        result: Tensor = recipe.loss(
-            net, splits.train.batch([i % len(splits.train) for i in range(first, first + size)])
-        )
+        result: Tensor = made.loss(net, splits.train.batch([i % len(splits.train) for i in range(first, first + size)]))
         return result
 
-    return Subject(recipe.name, net, recipe_loss, recipe.optimizer(net))
+    return Subject(made.name, net, recipe_loss, made.optimizer(net))
 
 
-def _made(model: str) -> Any:
+def _made(name: str) -> Any:
     try:
-        return get_recipe(model)
+        return get_recipe(name)
     except RecipeError as error:
-        module, colon, function = model.partition(":")
+        where, colon, function = name.rpartition(":")
         if not colon or "returned" not in str(error):
             raise
         import sys
 
-        made = getattr(sys.modules[module], function)()
+        made = getattr(sys.modules[Path(where).stem if where.endswith(".py") else where], function)()
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
             return made
         raise RecipeError(
-            f"{model} must return a Recipe, or a model and a function of it to a loss, not {type(made).__name__}"
+            f"{name} must return a Recipe, or a model and a function of it to a loss, not {type(made).__name__}"
         ) from None
 
 
 @dataclass(frozen=True)
-class Figures:
-    """A workload, the settings that were measured, and how much the computing varied."""
+class ModelFigures:
+    """A measured model: its workload, the settings of its codecs, and the variation of its computing time."""
 
     work: Workload
     settings: tuple[Setting, ...]
     spread: float
 
 
-class Meter:
-    """Times what all ranks do together; `sync` waits for all of them and does nothing on one machine."""
+class StepTimer:
+    """Times what all ranks do together; `sync` waits for all ranks, and does nothing in a single process."""
 
     def __init__(self, sync: Callable[[], None]) -> None:
         self._sync = sync
@@ -265,7 +289,7 @@ class Meter:
         self._own = (time.perf_counter() - began) / 3
 
     def time(self, work: Callable[[], object]) -> float:
-        """Seconds until all have done it."""
+        """Return the seconds until all ranks have done it."""
         self._sync()
         began = time.perf_counter()
         work()
@@ -275,9 +299,9 @@ class Meter:
 
 def measure(
     subject: Subject, methods: Sequence[str], *, steps: int = 10, sync: Callable[[], None] = lambda: None
-) -> Figures:
-    """Run some steps alone, then each codec on real gradients."""
-    meter = Meter(sync)
+) -> ModelFigures:
+    """Time some steps without communication, then each codec on the gradients."""
+    timer = StepTimer(sync)
     filled: list[tuple[int, float]] = []
     parameters = [p for p in subject.model.parameters() if p.requires_grad]
     handles = [
@@ -293,25 +317,26 @@ def measure(
 
     for number in range(3):
         step(number)
-    taken = [meter.time(partial(step, 3 + number)) for number in range(steps)]
+    taken = [timer.time(partial(step, 3 + number)) for number in range(steps)]
     for handle in handles:
         handle.remove()
     buckets, ready = in_buckets(filled)
     named = {n: p.grad for n, p in subject.model.named_parameters() if p.grad is not None}
     compute = statistics.median(taken)
     spread = statistics.median(abs(t - compute) for t in taken) / compute
-    work = Workload(compute, buckets, ready, 0.0, 0.0, _copying(meter, named), _alpha(named))
+    copying = conversion_seconds(sum(g.numel() for g in named.values()))
+    work = Workload(compute, buckets, ready, 0.0, 0.0, copying, _alpha(named))
     codecs: dict[str, CodecTimes] = {}
     settings: list[Setting] = []
     for method in methods:
         codec = resolve_codec(method)
-        codecs[method], density = _codec_times(meter, codec, named)
+        codecs[method], density = _codec_times(codec, named, sync)
         settings += [Setting(method, e, density=density, bits=codec.values.bits) for e in EXCHANGES]
-    return Figures(replace(work, codecs=codecs), tuple(settings), spread)
+    return ModelFigures(replace(work, codecs=codecs), tuple(settings), spread)
 
 
 def in_buckets(filled: Sequence[tuple[int, float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Gradients in the order in which they were ready, as DDP groups them; times count to the last."""
+    """Group gradients, in the order in which they are ready, into DDP's buckets; times are relative to the last."""
     buckets: list[int] = []
     ready: list[float] = []
     elements = 0
@@ -327,28 +352,22 @@ def in_buckets(filled: Sequence[tuple[int, float]]) -> tuple[tuple[int, ...], tu
     return tuple(buckets), tuple(ready)
 
 
-def _codec_times(meter: Meter, codec: Codec, gradients: dict[str, Tensor]) -> tuple[CodecTimes, float]:
-    """Steady state: a few encodes before any is timed."""
-    frames = [codec.encode(gradients) for _ in range(3)]
-    encode = statistics.median(meter.time(lambda: frames.append(codec.encode(gradients))) for _ in range(5))
-    outs = [torch.zeros(g.numel()) for g in gradients.values()]
-
-    def read() -> None:
-        FrameReader(frames[-1], [out.numel() for out in outs]).add_to(outs, 0.5)
-
-    decode = statistics.median(meter.time(read) for _ in range(5))
-    count = sum(frames[-1].counts)
-    density = min(max(count / sum(out.numel() for out in outs), 1e-6), 1.0)
-    return CodecTimes(encode, decode, 1.04 * len(frames[-1]) + 64), density
-
-
-def _copying(meter: Meter, gradients: dict[str, Tensor]) -> float:
-    x = torch.zeros(sum(g.numel() for g in gradients.values()))
-    return statistics.median(meter.time(lambda: x.copy_(x.to(torch.float16))) for _ in range(5))
+def _codec_times(codec: Codec, gradients: dict[str, Tensor], sync: Callable[[], None]) -> tuple[CodecTimes, float]:
+    """Return the times of a codec and its density, in the steady state: after a few encodes."""
+    times = []
+    for _ in range(5):
+        sync()
+        times.append(codec_seconds(codec, gradients))
+    encode, decode = (statistics.median(column) for column in zip(*times, strict=True))
+    fresh = codec.copy()
+    frame = [fresh.encode(gradients) for _ in range(3)][-1]
+    elements = sum(gradient.numel() for gradient in gradients.values())
+    density = min(max(sum(frame.counts) / elements, 1e-6), 1.0)
+    return CodecTimes(encode, decode, 1.04 * len(frame) + 64), density
 
 
 def _alpha(gradients: dict[str, Tensor]) -> dict[float, float]:
-    """Of the large tensors, each with its own threshold, as codecs select."""
+    """Return the share of the squared norm that each density sends, selecting in each large tensor by itself."""
     carried, everything = np.zeros(len(DENSITIES)), 0.0
     for gradient in gradients.values():
         group = NativeGroup([Vector(gradient.reshape(-1), None, 1.0, None, None)])
@@ -365,16 +384,16 @@ GOODPUT = 1448 / 1514
 
 @dataclass(frozen=True)
 class Wire:
-    """The network in question: as probed, or from the rate of the hosts' links and the time of a round."""
+    """The network: as probed, or from the rate of the workers' links and the one-way delay."""
 
     network: Network
-    rate: float  # bits a second
+    rate: float  # bits per second
     shown: str
     probed: bool
-    crowded: bool = False  # ranks share cores: what computes beside the backward pass slows it down
+    crowded: bool = False  # ranks share cores, so that encoding during the backward pass slows it down
 
     def at(self, rate: float) -> Network:
-        """The same network at another rate."""
+        """Return the same network at another rate."""
         ideal = Network.ideal(self.network.world, GOODPUT * rate, 0.0)
         gather, reduce = self.network.gather, self.network.reduce
         return Network(
@@ -384,28 +403,28 @@ class Wire:
         )
 
 
-def wire_of(hosts: int, rate: str, latency: float) -> Wire:
-    """From the command line's words."""
+def wire_of(workers: int, rate: str, delay: float) -> Wire:
+    """Return the network of these options; the slower direction of a link counts."""
     both = parse_rates(rate)
     slower = min((r for r in (both.up, both.down) if r is not None), default=None)
     if slower is None:
         raise ValueError("--rate: advice needs a rate such as 500mbit; to measure real links use --probe")
-    return Wire(Network.ideal(hosts, GOODPUT * slower, latency), slower, rate, False)
+    return Wire(Network.ideal(workers, GOODPUT * slower, delay), slower, rate, False)
 
 
 def probed_wire() -> Wire:
-    """From the process group that torchrun, or the lab, made; call it on all ranks."""
+    """Measure the network of the default process group; call it on all ranks."""
     channel = Channel(dist.group.WORLD)  # type: ignore[arg-type]
     network = probe_network(channel)
     rate = network.bandwidth / GOODPUT
     machines = gather_json(channel, _machine())
     crowded = torch.get_num_threads() * machines.count(machines[channel.rank]) > (os.cpu_count() or 1)
-    everybody = any(gather_json(channel, crowded))
-    return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True, everybody)
+    anywhere = any(gather_json(channel, crowded))
+    return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True, anywhere)
 
 
 def _machine() -> str:
-    """Names the machine; emulated hosts have names of their own and one kernel in common."""
+    """Return an identifier of the machine; emulated hosts have names of their own but share one kernel."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -413,30 +432,48 @@ def _machine() -> str:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Everything that was found out."""
+class AdviceReport:
+    """The measured figures and the advice, for the table, the page and `--json`."""
 
     subject: str
-    hosts: int
+    workers: int
     wire: Wire
-    figures: Figures
+    figures: ModelFigures
     advice: Advice
     command: str
 
     @property
     def settings(self) -> tuple[Setting, ...]:
+        """All methods with all exchanges that were considered."""
         return (DENSE, FP16, *self.figures.settings)
 
     def crossings(self) -> dict[str, float | None]:
-        """The rate up to which each method is faster than dense."""
+        """Return the rate up to which each method is worth it."""
         return crossings(self.settings, self.figures.work, self.wire.at)
 
+    def rows(self) -> list[Row]:
+        """Return the table: one line for each method."""
+        limits = self.crossings()
+        return [
+            {
+                "method": row.method,
+                "step": _ms(row.seconds),
+                "±": f"{row.uncertainty:.0%}",
+                "overhead": f"{row.overhead:+.0%}",
+                "sent": megabytes(row.sent),
+                "alpha": f"{row.alpha:.2f}",
+                "exchange": row.exchange.partition("-")[0],
+                "pays up to": "" if row.method == "dense" else _rate(limits[row.method]),
+            }
+            for row in self.advice.rows
+        ]
+
     def to_json(self) -> dict[str, Any]:
-        """Under the names that machines rely on."""
+        """Return the figures for `--json`."""
         work = self.figures.work
         return {
             "model": self.subject,
-            "hosts": self.hosts,
+            "workers": self.workers,
             "rate": self.wire.rate,
             "probed": self.wire.probed,
             "parameters": work.elements,
@@ -453,22 +490,22 @@ class Report:
         }
 
     def page(self, path: Path) -> None:
-        """Write the page."""
+        """Write the page with plots."""
         work = self.figures.work
         rates, curves = at_rates(self.settings, work, self.wire.at)
         write_page(
             path,
             "advice",
-            title=f"{self.subject}: {self.hosts} hosts at {self.wire.shown}",
+            title=f"{self.subject}: {self.workers} workers at {self.wire.shown}",
             verdict=self.advice.verdict,
             facts={
                 "model": self.subject,
                 "parameters": f"{work.elements:,}",
-                "hosts": f"{self.hosts}",
+                "workers": f"{self.workers}",
                 "link": self.wire.shown,
-                "step without exchange": f"{1e3 * work.compute:,.1f} ms",
+                "step without communication": f"{1e3 * work.compute:,.1f} ms",
             },
-            table=[cells(row) for row in self.advice.rows],
+            table=[{**row, "setting": p.setting} for row, p in zip(self.rows(), self.advice.rows, strict=True)],
             made={
                 "Command": self.command,
                 "Machine": describe_machine(),
@@ -486,12 +523,12 @@ class Report:
         )
 
 
-def _figures(row: Row) -> dict[str, Any]:
+def _figures(row: Prediction) -> dict[str, Any]:
     return {
         "name": row.method,
         "exchange": row.exchange,
         "step_ms": 1e3 * row.seconds,
-        "tax": row.tax,
+        "overhead": row.overhead,
         "bytes_per_host_step": row.sent,
         "efficiency": row.efficiency,
         "alpha": row.alpha,
@@ -500,22 +537,14 @@ def _figures(row: Row) -> dict[str, Any]:
     }
 
 
-def cells(row: Row) -> Cells:
-    """A row as text."""
-    return {
-        "Method": row.method,
-        "Step": f"{1e3 * row.seconds:,.0f} ms" if row.seconds >= 0.01 else f"{1e3 * row.seconds:.1f} ms",
-        "Give or take": f"{row.uncertainty:.0%}",
-        "Tax": f"{row.tax:+.0%}",
-        "Sent per host": megabytes(row.sent),
-        "Efficiency": f"{row.efficiency:.0%}",
-        "Alpha": f"{row.alpha:.2f}",
-        "Setting": row.setting,
-    }
+def _rate(rate: float | None) -> str:
+    if rate is None:
+        return "any rate"
+    return f"{rate / 1e9:.2g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.2g} Mbit/s"
 
 
-def make_report(subject: Subject, wire: Wire, methods: list[str], command: str) -> Report:
-    """Measure and advise; on all ranks together where the network was probed."""
+def make_report(subject: Subject, wire: Wire, methods: list[str], command: str) -> AdviceReport:
+    """Measure the model and advise; call it on all ranks where the network was probed."""
     threads = torch.get_num_threads()
     figures = measure(subject, methods, sync=dist.barrier if wire.probed else lambda: None)
     if wire.crowded:
@@ -523,5 +552,8 @@ def make_report(subject: Subject, wire: Wire, methods: list[str], command: str) 
         figures = replace(figures, work=alone)
     torch.set_num_threads(threads)
     settings = (DENSE, FP16, *figures.settings)
-    advice = advise(settings, figures.work, wire.network, spread=figures.spread, probed=wire.probed)
-    return Report(subject.name, wire.network.world, wire, figures, advice, command)
+    optimizer = type(subject.optimizer).__name__ if isinstance(subject.optimizer, ADAPTIVE) else ""
+    advice = advise(
+        settings, figures.work, wire.network, spread=figures.spread, probed=wire.probed, optimizer=optimizer
+    )
+    return AdviceReport(subject.name, wire.network.world, wire, figures, advice, command)

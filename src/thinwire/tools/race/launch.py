@@ -1,33 +1,38 @@
-"""Live: one progress bar per run, with loss, metric, bytes and the time left."""
+"""Start the workers of a training, in the lab or as local processes, log their events and show their progress."""
 
 import math
 import os
 import socket
 import subprocess
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.events import Eval, Event, Step
+from thinwire.tools.events import Eval, Event, EventLog, Step
 from thinwire.tools.lab import Lab
 from thinwire.tools.lab.check import check, ready
 from thinwire.tools.lab.launching import PIPED, Launch
-from thinwire.tools.race.training import Plan
+from thinwire.tools.options import LINE_EVERY
+from thinwire.tools.race.training import Plan, parse
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
 
 
-def rate_or_none(rate: str | None) -> str | None:
-    """None where nothing is to be shaped; a bad rate is a ValueError here, before anything starts."""
-    if rate is None or rate == "none":
-        return None
-    from thinwire.tools.lab.units import parse_rates
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Where a training runs: its workers, the rate of their links (None: local processes), and the command typed."""
 
-    parse_rates(rate)
-    return rate
+    workers: int
+    rate: str | None
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.workers} workers {f'at {self.rate}' if self.rate else 'without a rate limit'}"
 
 
 def make_plan(
@@ -45,7 +50,7 @@ def make_plan(
     resume: bool = False,
     diagnose: int = 0,
 ) -> Plan:
-    """Fill in defaults; ValueError says what cannot be."""
+    """Return a plan with the recipe's defaults for what is None; ValueError names an impossible value."""
     defaults = recipe.defaults
     chosen = batch if batch is not None else defaults.batch
     order = DataOrder(len(recipe.load(data).train), batch=chosen, workers=workers, seed=0)
@@ -56,7 +61,7 @@ def make_plan(
         raise ValueError(f"a learning rate is positive, not {lr}")
     passes = epochs if epochs is not None else defaults.epochs
     if not 0.0 < passes < math.inf:
-        raise ValueError(f"--epochs is a number above 0, not {passes}")
+        raise ValueError(f"the number of epochs must be above 0, not {passes}")
     steps = max_steps if max_steps is not None else max(1, round(passes * order.steps_per_epoch))
     # Every quarter of an epoch, but not so often that evaluation takes longer than training.
     usual = max(5, order.steps_per_epoch // 4)
@@ -78,7 +83,7 @@ class WorkFailed(ThinwireError):
 
 
 def require_lab_for(rate: str) -> None:
-    """One sentence, with the remedy, where the machine does not allow a lab."""
+    """Raise ThinwireError, with what to do, if this machine cannot emulate hosts."""
     abilities = check()
     if not ready(abilities):
         why = "; ".join(f"{a.name}: {a.detail}" for a in abilities if a.required and not a.works)
@@ -90,12 +95,12 @@ def require_lab_for(rate: str) -> None:
 def launch(
     argv: list[str], workers: int, rate: str | None, output: Callable[[int, str], None], *, loss: str | None = None
 ) -> None:
-    """Run a command to its end as so many workers, each one's lines going to `output`; loss is the lab's."""
-    told: list[str] = []
+    """Run a command to its end as one process per worker; `output` gets each line. `loss` is the emulated links'."""
+    failures: list[str] = []
 
     def read(host: int, line: str) -> None:
         if line.startswith("FAILED "):
-            told.append(line[7:])
+            failures.append(line[7:])
         output(host, line)
 
     if rate is not None:
@@ -103,14 +108,15 @@ def launch(
         with Lab(workers, rate=rate, loss=loss) as lab:
             result = lab.run(argv, output=read)
         spoke = list(result.hosts[result.failed].lines) if result.failed is not None else []
-        failure, last = result.failure, _last_words(spoke)
+        failure, last = result.failure, _last_line(spoke)
     else:
         failure, last = _local(argv, workers, read)
     if failure is not None:
-        raise WorkFailed(told[0] if told else f"{failure}{last}")
+        raise WorkFailed(failures[0] if failures else f"{failure}{last}")
 
 
 def _local(argv: list[str], workers: int, read: Callable[[int, str], None]) -> tuple[str | None, str]:
+    """Run the workers as processes of this machine; return what failed and that worker's last line."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -140,67 +146,122 @@ def _local(argv: list[str], workers: int, read: Callable[[int, str], None]) -> t
         run.stop()
     failure = run.failure()
     spoke = lines[run.failed] if run.failed is not None else ()
-    return (failure.replace("host h", "worker ") if failure else None), _last_words(spoke)
+    return (failure.replace("host h", "worker ") if failure else None), _last_line(spoke)
 
 
-def _last_words(lines: Sequence[str]) -> str:
-    """The last line that is not an event, as the end of a sentence: what the worker that failed said, if anything."""
+def _last_line(lines: Sequence[str]) -> str:
+    """Return the failed worker's last line that is not an event, as the end of a sentence."""
     last = next((line for line in reversed(lines) if line.strip() and not line.startswith("EVENT ")), None)
     return f": {last}" if last else ""
 
 
-class LiveRuns:
-    """Bars on stderr for a list of runs; `watch` is fed with the events of rank 0."""
+class RunProgress:
+    """Shows on stderr how far runs are: bars on a terminal, otherwise a line every few seconds."""
 
-    def __init__(self, names: list[str], totals: list[int], metric: str) -> None:
-        self._progress = Progress(
+    def __init__(
+        self, names: Sequence[str], totals: Sequence[int], metric: str, console: Console | None = None
+    ) -> None:
+        self._names, self._totals, self._metric = list(names), list(totals), metric
+        self._console = console if console is not None else Console(stderr=True)
+        self._bars = self._make_bars() if self._console.is_terminal else None
+        self._tasks: list[TaskID] = self._make_tasks(self._bars) if self._bars is not None else []
+        self._began: dict[int, float] = {}
+        self._said = time.monotonic()
+        self._step = [0] * len(names)
+        self._loss = [math.nan] * len(names)
+        self._value: list[float | None] = [None] * len(names)
+        self._sent = [0] * len(names)
+
+    def _make_bars(self) -> Progress:
+        return Progress(
             TextColumn("{task.description:<13}"),
             BarColumn(bar_width=8),
             TextColumn("{task.completed:>3.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[news]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            console=Console(stderr=True),
+            console=self._console,
         )
-        self._metric = metric
-        # The turns on an infinite network share one bar; every other run has its own.
-        self._tasks: list[TaskID] = []
-        shared: TaskID | None = None
-        for name, total in zip(names, totals, strict=True):
-            if name == "infinite" and shared is not None:
-                self._tasks.append(shared)
-                continue
-            task = self._progress.add_task(name, total=total, start=False, news="waiting")
-            shared = task if name == "infinite" else shared
-            self._tasks.append(task)
-        self._started: set[int] = set()
-        self._loss = [float("nan")] * len(names)
-        self._value: list[float | None] = [None] * len(names)
-        self._sent = [0] * len(names)
 
-    def __enter__(self) -> "LiveRuns":
-        self._progress.start()
+    def _make_tasks(self, bars: Progress) -> list[TaskID]:
+        """Make a bar for each run; the runs without communication share one."""
+        tasks: dict[int, TaskID] = {}
+        first = self._names.index("infinite") if "infinite" in self._names else -1
+        for number, (name, total) in enumerate(zip(self._names, self._totals, strict=True)):
+            shared = name == "infinite" and number != first
+            tasks[number] = tasks[first] if shared else bars.add_task(name, total=total, start=False, news="waiting")
+        return list(tasks.values())
+
+    def __enter__(self) -> "RunProgress":
+        if self._bars is not None:
+            self._bars.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        if self._bars is not None:
+            self._bars.stop()
 
     def watch(self, run: int, event: Event | str) -> None:
-        """Show what happened."""
-        task = self._tasks[run]
-        if run not in self._started:
-            self._started.add(run)
-            self._progress.start_task(task)
+        """Take in an event of rank 0, or the reason of a run's end."""
+        now = time.monotonic()
+        first = run not in self._began
+        self._began.setdefault(run, now)
         if isinstance(event, Step):
-            self._loss[run], self._sent[run] = event.loss, self._sent[run] + event.bytes_sent
-            self._progress.update(task, completed=event.step, news=self._news(run))
+            self._step[run], self._loss[run] = event.step, event.loss
+            self._sent[run] += event.bytes_sent
         elif isinstance(event, Eval) and event.split == "test":
             self._value[run] = event.value
-            self._progress.update(task, news=self._news(run))
-        elif isinstance(event, str):
-            done = self._progress.tasks[task].completed
-            self._progress.update(task, total=done, news=self._news(run))
+        if self._bars is not None:
+            self._update_bar(self._bars, run, first, ended=isinstance(event, str))
+        elif isinstance(event, str) or now - self._said >= LINE_EVERY:
+            self._said = now
+            self._console.print(self.line(run, now, ended=isinstance(event, str)), highlight=False, soft_wrap=True)
 
-    def _news(self, run: int) -> str:
+    def _update_bar(self, bars: Progress, run: int, first: bool, *, ended: bool) -> None:
+        task = self._tasks[run]
+        if first:
+            bars.start_task(task)
+        news = f"loss {self._loss[run]:.3f}{self._shown(run, ' ')} {self._sent[run] / 1e6:,.1f} MB"
+        bars.update(task, completed=self._step[run], news=news)
+        if ended:
+            bars.update(task, total=self._step[run])
+
+    def _shown(self, run: int, before: str) -> str:
         value = self._value[run]
-        shown = "" if value is None else f" {self._metric[:8]} {value:.3f}"
-        return f"loss {self._loss[run]:.3f}{shown} {self._sent[run] / 1e6:,.1f} MB"
+        return "" if value is None else f"{before}{self._metric[:8]} {value:.3f}"
+
+    def line(self, run: int, now: float, *, ended: bool = False) -> str:
+        """Return the progress of one run as a sentence; the estimate assumes that it runs to its last step."""
+        step, total = self._step[run], self._totals[run]
+        place = f" (run {run + 1} of {len(self._names)})" if len(self._names) > 1 else ""
+        figures = f"loss {self._loss[run]:.3f}{self._shown(run, ', ')}, {self._sent[run] / 1e6:,.1f} MB sent"
+        seconds = now - self._began[run]
+        if ended:
+            return f"{self._names[run]}{place}: ended after {step} steps in {seconds:.0f} s, {figures}"
+        # The first step only sets the clock, so the others tell the pace.
+        left = f", at most {seconds / (step - 1) * (total - step):.0f} s left" if step > 1 else ""
+        return f"{self._names[run]}{place}: step {step} of {total}, {figures}{left}"
+
+
+class Follower:
+    """Writes the events of runs to their logs and shows rank 0's: the one way from workers to logs and displays."""
+
+    def __init__(
+        self, logs: Sequence[EventLog], progress: RunProgress | None = None, *, every_rank: bool = True
+    ) -> None:
+        self._logs, self._progress, self._every_rank = logs, progress, every_rank
+
+    def read(self, host: int, line: str) -> None:
+        """Take in a line that a worker printed; lines that are no events are left out."""
+        found = parse(line)
+        if found is not None:
+            self.take(*found)
+
+    def take(self, run: int, event: Event | str) -> None:
+        """Take in an event, or the reason of a run's end."""
+        first = not isinstance(event, Step) or event.rank == 0
+        if isinstance(event, str):
+            self._logs[run].end(event)
+        elif first or self._every_rank:
+            self._logs[run].write(event)
+        if first and self._progress is not None:
+            self._progress.watch(run, event)

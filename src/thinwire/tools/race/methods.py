@@ -1,7 +1,7 @@
-"""Methods: the ways to average gradients that are compared, by name, each one line on a DDP model.
+"""Methods: named ways to average gradients, which can be installed on a DDP model.
 
-Besides thinwire's own codecs these are DDP's all-reduce, torch's own hooks, and an infinite network, on which every
-rank still waits for the slowest but nothing else travels.
+Besides thinwire's codecs these are DDP's all-reduce, torch's own hooks, and `infinite`, which stands for an infinitely
+fast network: ranks wait for each other, but gradients are not exchanged.
 """
 
 import time
@@ -20,15 +20,15 @@ from thinwire.link.link import Link
 from thinwire.tune.presets import PRESETS, resolve_codec
 
 BASELINES = {
-    "infinite": "an infinite network: one number a bucket is exchanged, the gradients are not",
-    "dense": "DDP as it is: 32-bit all-reduce",
+    "infinite": "an infinitely fast network: ranks wait for each other, gradients are not exchanged",
+    "dense": "DDP without a hook: 32-bit all-reduce",
     "fp16": "torch's fp16_compress_hook: 16-bit all-reduce",
     "powersgd": "torch's PowerSGD hook at rank 1, in a single bucket",
 }
 
 
 def check_method(name: str) -> None:
-    """ValueError if there is no method of this name."""
+    """Raise ValueError if there is no method of this name."""
     if name in BASELINES or name in PRESETS or name == "auto":
         return
     base, plus, exchange = name.partition("+")
@@ -42,26 +42,26 @@ def check_method(name: str) -> None:
 
 
 def single_bucket(name: str) -> bool:
-    """Whether the method needs all gradients in one bucket (torch's PowerSGD fails with two on Gloo)."""
+    """Return whether the method needs all gradients in one bucket: torch's PowerSGD hook fails with two on Gloo."""
     return name == "powersgd"
 
 
 def applies_momentum(name: str) -> bool:
-    """Whether the method applies momentum before sending, so that the optimizer must not."""
+    """Return whether the codec applies momentum before sending, so that the optimizer must not."""
     if name in BASELINES or name == "auto":
         return False
     return isinstance(resolve_codec(name.split("+")[0]).feedback, MomentumCorrection)
 
 
 class BackwardClock:
-    """When the last bucket of a backward pass was full: what comes after is waiting for the network."""
+    """The time at which a backward pass filled its last bucket; the rest of the pass waits for the network."""
 
     def __init__(self) -> None:
         self.last_bucket = 0.0
 
 
 class _Timed:
-    """A hook that notes the time of the last bucket and leaves the work to another."""
+    """A hook that notes the time of the last bucket and calls another hook."""
 
     def __init__(self, hook: Callable[..., Any], state: Any, clock: BackwardClock) -> None:
         self._hook, self._state, self._clock = hook, state, clock
@@ -80,9 +80,9 @@ def apply_method(
     optimizer: torch.optim.Optimizer | None = None,
     clock: BackwardClock | None = None,
 ) -> Link | None:
-    """Install a method on a model; a link if it is one of thinwire's. `name+exchange` picks the exchange.
+    """Install a method on a model and return its link, if it is one of thinwire's; `name+exchange` sets the exchange.
 
-    With a clock, the time at which each backward pass filled its last bucket is noted.
+    `clock` receives the time at which each backward pass filled its last bucket.
     """
     if name in BASELINES:
         hook, state = _baseline(model, name)
@@ -97,7 +97,7 @@ def apply_method(
 
 
 def _baseline(model: DistributedDataParallel, name: str) -> tuple[Callable[..., Any], Any]:
-    """A hook and its state; dense is what DDP does without one."""
+    """Return a baseline's hook and its state."""
     if name == "infinite":
         return _one_number, None
     if name == "fp16":

@@ -1,7 +1,7 @@
-"""Profile: how long a worker's layers take to compute and to travel; the input of `thinwire simulate schedule`.
+"""Layer times of a worker: computing and transfer; the input of `thinwire simulate schedule`.
 
-Forward times are taken around the modules, backward times between gradients that become ready, and transfer times
-from the first byte of a push to the acknowledgement of its last.
+Forward times are measured around the modules, backward times between gradients that become ready, and transfer times
+from the first byte of a push to the acknowledgement of its last byte.
 """
 
 import json
@@ -20,7 +20,7 @@ from thinwire.server.worker import Worker
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One layer's seconds: its forward and its backward pass, and its way over one worker's link, one way."""
+    """One layer's times in seconds: forward pass, backward pass, and transfer over one worker's link, one way."""
 
     name: str
     forward: float
@@ -35,16 +35,16 @@ class LayerTimes:
 
 
 def write_profile(path: Path, layers: Sequence[LayerTimes]) -> None:
-    """Write what a worker measured, in the order in which the forward pass uses the layers."""
+    """Write layer times, in the order in which the forward pass uses the layers."""
     text = json.dumps({"layers": [asdict(layer) for layer in layers]}, indent=1)
     try:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise LogError(f"cannot write the profile {path} ({error.strerror}): choose another place.") from error
+        raise LogError(f"cannot write the profile {path} ({error.strerror}): choose another file.") from error
 
 
 def read_profile(path: Path) -> tuple[LayerTimes, ...]:
-    """Read a profile; whatever is wrong with it is one sentence that names the layer."""
+    """Read a profile; LogError names the layer that is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -76,7 +76,7 @@ def _layer(entry: Any, number: int, path: Path) -> LayerTimes:
 
 
 class Profiler:
-    """Watches a worker's steps; `write` saves the medians of all but the first two."""
+    """Measures a worker's steps; `write` saves the medians of all but the first two steps."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -84,11 +84,11 @@ class Profiler:
         self._timings.keep = True
         self._forward: list[dict[int, float]] = [{} for _ in worker.layers]  # by step
         self._begun = [0.0] * len(worker.layers)
-        self._inside = [0] * len(worker.layers)  # modules of a layer that are at work, one in the other
+        self._inside = [0] * len(worker.layers)  # nested modules of a layer that are being computed
         self._handles: list[Any] = []
         for i, name in ((i, name) for i, names in enumerate(worker.modules) for name in names):
             module = worker.model.get_submodule(name)
-            # Registered after the worker's own hook, so that waiting for parameters is not computing.
+            # Registered after the worker's own hook, so that waiting for parameters is not counted as computing.
             self._handles.append(module.register_forward_pre_hook(lambda *_, i=i: self._begin(i)))
             self._handles.append(module.register_forward_hook(lambda *_, i=i: self._end(i)))
 
@@ -99,12 +99,12 @@ class Profiler:
 
     def _end(self, layer: int) -> None:
         self._inside[layer] -= 1
-        if self._inside[layer] == 0 and self._worker.model.training:  # evaluations are no part of a step
+        if self._inside[layer] == 0 and self._worker.model.training:  # evaluations are not part of a step
             step, spent = self._worker.clock, time.monotonic() - self._begun[layer]
             self._forward[layer][step] = self._forward[layer].get(step, 0.0) + spent
 
     def layers(self) -> list[LayerTimes]:
-        """In the order of the layers."""
+        """Return the times of all layers, in their order."""
         backward, transfer = self._backward(), self._transfer()
         return [
             LayerTimes(name, _median(list(self._forward[i].values())), _median(backward[i]), _median(transfer[i]))
@@ -112,17 +112,17 @@ class Profiler:
         ]
 
     def write(self, path: Path) -> None:
-        """As JSON that `thinwire simulate schedule --from` reads."""
+        """Write the file that `thinwire simulate schedule --from` reads."""
         write_profile(path, self.layers())
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._timings.keep = False
 
     def _backward(self) -> list[list[float]]:
-        """From one layer's gradient to the next's, in the order in which they became ready."""
+        """Return by layer the times from the gradient before to this one, in the order in which they became ready."""
         found: list[list[float]] = [[] for _ in self._forward]
         steps: dict[int, list[tuple[float, int]]] = {}
         for when, layer, clock in self._timings.ready:
@@ -130,7 +130,7 @@ class Profiler:
         for events in steps.values():
             for (before, _), (after, layer) in pairwise(events):
                 found[layer].append(after - before)
-        # Nothing tells when the backward pass of the last layer began: take the mean of the others.
+        # The begin of the first backward pass is unknown, so its layer gets the mean of the others.
         known = [_median(times) for times in found if times]
         for times in found:
             if not times and known:

@@ -1,168 +1,304 @@
-"""Race: the same training over the same thin network with each method, and what came of it.
+"""Races: the same training on the same emulated network with each method, or over each transport.
 
-Every method has the same seeds, data order and stopping rule; the step on an infinite network is measured in the
-same run, and a method's tax is what its step takes beyond that.
+Every method has the same seeds, data order and stopping rule. Steps without communication are measured in the same
+race; communication overhead = step time / step time without communication - 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import thinwire
-from thinwire.tools.events import Event, EventLog, Run, RunLog, Step
-from thinwire.tools.observe import describe_machine, now
-from thinwire.tools.race.launch import launch
-from thinwire.tools.race.worker import Work, parse
+from thinwire.server.replicas import check_on_loss
+from thinwire.tools.events import EventLog, RunLog, read_log
+from thinwire.tools.lab.units import parse_loss
+from thinwire.tools.options import listed
+from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
+from thinwire.tools.race.served import ServedWork, ServerSettings
+from thinwire.tools.race.train import MethodResult, ServedTraining, describe_run
+from thinwire.tools.race.training import Plan, Work
 from thinwire.tools.recipes.recipe import Recipe
-from thinwire.tools.report.summary import MethodSummary, summarise
+from thinwire.tools.report.markup import Row
+from thinwire.tools.report.page import megabytes
+from thinwire.tools.report.summary import (
+    MethodSummary,
+    bytes_per_host_step,
+    last_value,
+    settled,
+    show_metric,
+    step_seconds,
+    summarise,
+)
 
-Watch = Callable[[int, Event | str], None]
-
-
-@dataclass(frozen=True)
-class Field:
-    """The network and the machine that a race runs on."""
-
-    hosts: int
-    rate: str | None
-    command: str
-
-
-@dataclass(frozen=True)
-class Standing:
-    """One method's figures in the end."""
-
-    name: str
-    step_ms: float
-    tax: float
-    aggregation_ms: float  # of a step, beyond the step on an infinite network
-    bytes_per_host_step: float
-    steps_to_target: float | None
-    seconds_to_target: float | None
-    speedup: float | None
-    train_accuracy: float | None
-    test_accuracy: float | None
+WORTH = 1.1  # a smaller gain in the time to the target does not pay for a changed training script
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished race."""
+    """The results of a race between methods."""
 
-    field: Field
+    place: ClusterSpec
     recipe: str
     metric: str
     target: float | None
-    infinite_ms: float
-    standings: list[Standing]
+    infinite_ms: float  # a step without communication
+    methods: list[MethodResult]
     logs: list[RunLog]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures under the names that machines rely on."""
-        return {
-            "hosts": self.field.hosts,
-            "rate": self.field.rate or "none",
-            "recipe": self.recipe,
-            "target": self.target,
-            "infinite_ms": self.infinite_ms,
-            "methods": [asdict(standing) for standing in self.standings],
-            "verdict": self.verdict(),
-            "version": thinwire.__version__,
-            "command": self.field.command,
-        }
+        """Return the figures for `--json`."""
+        methods = [asdict(method) for method in self.methods]
+        return {"target": self.target, "infinite_ms": self.infinite_ms, "methods": methods, **_common(self)}
 
     def verdict(self) -> str:
-        """Whether it is worth it here, and with which setting."""
-        where = f"at {self.field.hosts} hosts and {self.field.rate or 'no limit'}"
-        dense = next((s for s in self.standings if s.name == "dense"), None)
-        others = [s for s in self.standings if s.name not in ("dense", "fp16", "powersgd")]
+        """Say whether compression is worth it here, as far as that was measured."""
+        where = f"with {self.place}"
+        dense = next((m for m in self.methods if m.name == "dense"), None)
+        others = [m for m in self.methods if m.name not in ("dense", "fp16", "powersgd")]
         if dense is None or not others:
-            return f"Without dense and a compressed method in the race there is nothing to compare {where}."
-        if self.target is not None and any(s.seconds_to_target for s in others):
-            best = min((s for s in others if s.seconds_to_target), key=lambda s: s.seconds_to_target or 0.0)
-            gain = best.speedup
-            goal = f"{self.target:.4g} {self.metric}" if self.target > 1 else f"{100 * self.target:.4g} % {self.metric}"
-            what = f"reaches {goal} {f'{gain:.1f}x sooner than dense' if gain else 'and dense does not'}"
-        else:
-            best = min(others, key=lambda s: s.step_ms)
-            gain = dense.step_ms / best.step_ms
-            what = f"makes a step {gain:.1f}x faster than dense (no time to a target was measured)"
-        if gain is not None and gain < 1.1:
-            return f"Not worth it {where}: the best compressed method, {best.name}, gains {gain:.2f}x; stay with dense."
+            return f"Not decided {where}: a comparison needs dense and a compressed method in the same race."
+        arrived = [m for m in others if m.seconds_to_target is not None]
+        if self.target is None or not (arrived or dense.seconds_to_target):
+            return self._undecided(where, dense, min(others, key=lambda m: m.step_ms))
+        goal = show_metric(self.target, self.metric)
+        if not arrived:
+            return f"Not worth it {where}: dense reaches {goal} {self.metric} and no compressed method does."
+        best = min(arrived, key=lambda m: m.seconds_to_target or 0.0)
+        if best.speedup is not None and best.speedup < WORTH:
+            gain = f"reaches {goal} {self.metric} {best.speedup:.2f}x as fast as dense"
+            return f"Not worth it {where}: the best compressed method, {best.name}, {gain}; stay with dense."
         codec, _, exchange = best.name.partition("+")
         setting = f"{codec!r}, exchange={exchange!r}" if exchange else f"{codec!r}"
-        return f"Worth it {where}: {best.name} {what}; use thinwire.attach(model, {setting})."
+        sooner = f"{best.speedup:.1f}x sooner than dense" if best.speedup else "and dense does not"
+        said = f"Worth it {where}: {best.name} reaches {goal} {self.metric} {sooner}"
+        return f"{said}; use thinwire.attach(model, {setting})."
+
+    def _undecided(self, where: str, dense: MethodResult, best: MethodResult) -> str:
+        """Say what is missing for a verdict, and what was measured."""
+        if self.target is None:
+            why = "no target was set, so the time to an accuracy was not measured"
+        else:
+            why = f"no method reached {show_metric(self.target, self.metric)} {self.metric}"
+        said = f"Not decided {where}: {why}. A step with {best.name} takes {best.step_ms:,.0f} ms"
+        said += f", with dense {dense.step_ms:,.0f} ms"
+        if best.test_accuracy is not None and dense.test_accuracy is not None:
+            ours, theirs = (show_metric(m.test_accuracy, self.metric) for m in (best, dense))
+            lower = "only " if best.test_accuracy < dense.test_accuracy else ""
+            said += f"; after the same number of steps {best.name} has {lower}{ours} {self.metric}, dense {theirs}"
+        return f"{said}. Give a --target that dense reaches."
 
 
-def describe_run(recipe: Recipe, work: Work, place: Field, method: str, seed: int) -> Run:
-    """The first record of a run's log."""
-    return Run(
-        command=place.command,
-        recipe=recipe.name,
-        method=method,
-        workers=place.hosts,
-        batch=work.plan.batch,
-        parameters=recipe.parameter_count(),
-        seed=seed,
-        rate=place.rate or "none",
-        metric=recipe.metric,
-        target=work.plan.target if work.plan.target is not None else float("nan"),
-        version=thinwire.__version__,
-        machine=describe_machine(),
-        date=now(),
-    )
+def _common(result: "Result | LossResult") -> dict[str, Any]:
+    """Return the figures that all races write."""
+    return {
+        "workers": result.place.workers,
+        "rate": result.place.rate or "none",
+        "recipe": result.recipe,
+        "verdict": result.verdict(),
+        "version": thinwire.__version__,
+        "command": result.place.command,
+    }
 
 
-def run_race(recipe: Recipe, work: Work, place: Field, logs: Path, watch: Watch) -> Result:
-    """Run all methods, writing a log each into the folder `logs`; `watch` sees every event of rank 0."""
+class RaceStopped(KeyboardInterrupt):
+    """Ctrl-C ended a race; `result` holds the methods that were finished, None if there are none."""
+
+    def __init__(self, result: Result | None, finished: int, runs: int) -> None:
+        super().__init__(f"the race was stopped: {finished} of {runs} runs were finished")
+        self.result = result
+
+
+def run_race(recipe: Recipe, work: Work, place: ClusterSpec, logs: Path, progress: RunProgress | None = None) -> Result:
+    """Run all methods and write a log for each into the folder `logs`; RaceStopped if Ctrl-C ends it."""
     writers = [
-        EventLog(logs / f"{method.replace('+', '-')}-{seed}.jsonl", describe_run(recipe, work, place, method, seed))
+        EventLog(
+            logs / f"{method.replace('+', '-')}-{seed}.jsonl", describe_run(recipe, work.plan, place, method, seed)
+        )
         for method, seed in work.runs
     ]
-
-    def read(host: int, line: str) -> None:
-        found = parse(line)
-        if found is None:
-            return
-        number, event = found
-        if isinstance(event, str):
-            writers[number].end(event)
-        else:
-            writers[number].write(event)
-        if not isinstance(event, Step) or event.rank == 0:
-            watch(number, event)
-
     try:
-        launch(work.command(), place.hosts, place.rate, read)
+        launch(work.command(), place.workers, place.rate, Follower(writers, progress).read)
+    except KeyboardInterrupt as error:
+        done = [writer.log for writer in writers if writer.log.end is not None]
+        raced = [log for log in done if log.run.method != "infinite"]
+        result = summed_up(recipe, work.plan, place, done) if raced else None
+        total = sum(method != "infinite" for method, _ in work.runs)
+        raise RaceStopped(result, len(raced), total) from error
     finally:
         for writer in writers:
             if writer.log.end is None and writer.log.steps:
                 writer.end("interrupted")
             writer.close()
-    return sum_up(recipe, work, place, [writer.log for writer in writers])
+    return summed_up(recipe, work.plan, place, [writer.log for writer in writers])
 
 
-def sum_up(recipe: Recipe, work: Work, place: Field, logs: list[RunLog]) -> Result:
-    """Figures from logs."""
+def summed_up(recipe: Recipe, plan: Plan, place: ClusterSpec, logs: list[RunLog]) -> Result:
+    """Return the results that the logs of a race amount to."""
     infinite_logs = [log for log in logs if log.run.method == "infinite"]
     raced = [log for log in logs if log.run.method != "infinite"]
     infinite = summarise(infinite_logs)[0].step_ms if infinite_logs else None
-    assert infinite is not None, "every race measures the infinite network"
-    standings = [_standing(summary, infinite) for summary in summarise(raced)]
-    return Result(place, recipe.name, recipe.metric, work.plan.target, infinite, standings, raced)
+    assert infinite is not None, "every race measures steps without communication"
+    methods = [_method_result(summary, infinite) for summary in summarise(raced)]
+    return Result(place, recipe.name, recipe.metric, plan.target, infinite, methods, raced)
 
 
-def _standing(s: MethodSummary, infinite: float) -> Standing:
-    step = s.step_ms or 0.0
-    return Standing(
-        s.method,
+def _method_result(summary: MethodSummary, infinite: float) -> MethodResult:
+    step = summary.step_ms or 0.0
+    return MethodResult(
+        summary.method,
         step,
         step / infinite - 1.0,
         step - infinite,
-        s.bytes_per_host_step or 0.0,
-        s.steps_to_target,
-        s.seconds_to_target,
-        s.speedup,
-        s.train,
-        s.test,
+        summary.bytes_per_host_step or 0.0,
+        summary.steps_to_target,
+        summary.seconds_to_target,
+        summary.speedup,
+        summary.train,
+        summary.test,
+    )
+
+
+@dataclass(frozen=True)
+class Way:
+    """A transport, what is done about lost gradients, and the share of packets that the links lose."""
+
+    transport: str
+    on_loss: str
+    loss: str
+
+    @property
+    def name(self) -> str:
+        """The name in tables and logs, without the loss."""
+        return f"udp-{self.on_loss}" if self.transport == "udp" else self.transport
+
+
+def ways(transports: str, losses: str, on_loss: str) -> list[Way]:
+    """Return all runs that comma-separated options ask for; ValueError for an unknown item."""
+    names, shares, policies = listed(transports, "--transport"), listed(losses, "--loss"), listed(on_loss, "--on-loss")
+    if not set(names) <= {"tcp", "udp"}:
+        raise ValueError(f"--transport takes tcp and udp, not {transports!r}")
+    for share in shares:
+        parse_loss(share)
+    for policy in policies:
+        check_on_loss(policy)
+    return [
+        Way(name, policy, share)
+        for share in shares
+        for name in names
+        for policy in (policies if name == "udp" else ["restore"])
+    ]
+
+
+@dataclass(frozen=True)
+class TransportResult:
+    """The figures of one run over a transport."""
+
+    transport: str
+    on_loss: str | None
+    loss: str
+    step_ms: float
+    wait_ms: float  # mean over steps and workers of the time that a step waits for communication
+    bytes_per_host_step: float
+    test_accuracy: float | None
+    train_accuracy: float | None
+    datagrams: int  # that carried gradients
+    datagrams_lost: int
+    restored: float  # sum of the magnitudes that returned to the workers' residuals
+    curve: list[tuple[float, float]]  # seconds of training, the metric on the test split
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """The results of a race between transports."""
+
+    place: ClusterSpec
+    recipe: str
+    metric: str
+    runs: list[TransportResult]
+    logs: list[RunLog]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures for `--json`."""
+        return {"runs": [asdict(run) for run in self.runs], **_common(self)}
+
+    def verdict(self) -> str:
+        """Say at which loss a step waits less over udp than over tcp."""
+        waits = {(r.transport, r.loss): r.wait_ms for r in self.runs if r.on_loss in (None, "restore")}
+        gains = {
+            loss: waits["tcp", loss] / waits["udp", loss]
+            for way, loss in waits
+            if way == "udp" and ("tcp", loss) in waits
+        }
+        if not gains:
+            return "Not decided: a comparison needs both tcp and udp in the race."
+        each = ", ".join(f"{gain:.2f}x at {loss}" for loss, gain in gains.items())
+        better = [loss for loss, gain in gains.items() if gain > 1.0]
+        where = f"udp waits less than tcp at {' and '.join(better)} loss" if better else "udp waits longer than tcp"
+        return f"{where}: tcp's wait over udp's is {each}."
+
+    def rows(self) -> list[Row]:
+        """Return the results table."""
+        return [
+            {
+                "run": log.run.method,
+                "step": f"{r.step_ms:,.0f} ms",
+                "waiting": f"{r.wait_ms:,.0f} ms",
+                "sent": megabytes(r.bytes_per_host_step),
+                "lost": f"{r.datagrams_lost / r.datagrams:.2%}" if r.datagrams else "-",
+                "restored": f"{r.restored:,.3g}" if r.datagrams else "-",
+                f"test {self.metric}": show_metric(r.test_accuracy, self.metric),
+            }
+            for r, log in zip(self.runs, self.logs, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class LossRace:
+    """A race between transports; `name` is what the command line calls the recipe."""
+
+    recipe: Recipe
+    name: str
+    data: Path | None
+    plan: Plan
+    place: ClusterSpec
+    ways: Sequence[Way]
+    method: str = "topk1"
+
+    def run(self, logs: Path) -> LossResult:
+        """Run one training after the other, with a log for each in the folder `logs`."""
+        found, runs = [], []
+        for way in self.ways:
+            settings = ServerSettings(
+                self.plan,
+                workers=self.place.workers,
+                method=self.method,
+                pull_method=self.method,
+                transport=way.transport,
+                on_loss=way.on_loss,
+            )
+            path = logs / f"{way.name}-{way.loss.rstrip('%')}.jsonl"
+            work = ServedWork(self.name, self.data, settings)
+            ServedTraining(self.recipe, work, self.place, path, way.loss, label=f"{way.name} {way.loss}").run()
+            found.append(read_log(path))
+            runs.append(_transport_result(way, found[-1]))
+        return LossResult(self.place, self.recipe.name, self.recipe.metric, runs, found)
+
+
+def _transport_result(way: Way, log: RunLog) -> TransportResult:
+    steps = settled(log)
+    return TransportResult(
+        way.transport,
+        way.on_loss if way.transport == "udp" else None,
+        way.loss,
+        1e3 * (step_seconds(log) or 0.0),
+        1e3 * mean(step.exchange for step in steps) if steps else 0.0,
+        bytes_per_host_step(log) or 0.0,
+        last_value(log, "test"),
+        last_value(log, "train"),
+        sum(step.datagrams for step in log.steps),
+        sum(step.datagrams_lost for step in log.steps),
+        sum(step.restored for step in log.steps),
+        [(round(e.wall, 3), e.value) for e in log.evals if e.split == "test"],
     )

@@ -1,132 +1,133 @@
-"""Status: what a server shows of its workers: a live table, JSON for machines, Prometheus metrics on request."""
+"""One process of a training with a parameter server: rank 0 is the server, the others are workers.
 
+`python -m thinwire.tools.race.served JSON` runs one of them, with torch.distributed's environment variables set, in the
+lab or as a local process.
+"""
+
+import json
+import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast, get_args
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 from thinwire.codec.feedback import MomentumCorrection
 from thinwire.errors import MessageError, ThinwireError
+from thinwire.server.aggregate import Reduce
 from thinwire.server.membership import Member
+from thinwire.server.protocol import server_codec
 from thinwire.server.replicas import check_on_loss
 from thinwire.server.schedule import check_policy
 from thinwire.server.server import Mode, Server
 from thinwire.server.worker import Worker
-from thinwire.tools.events import Eval, Event, Step
+from thinwire.tools.events import Eval, Step
 from thinwire.tools.race.profile import Profiler
-from thinwire.tools.race.training import Plan
+from thinwire.tools.race.training import Emit, Plan, printing
+from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
+from thinwire.transport.addresses import connect, listen
 from thinwire.transport.base import Connection, Listener
 from thinwire.transport.limits import check_mtu
-from thinwire.tune.presets import resolve_codec
 
-Emit = Callable[[Event], None]
-_FIGURES = ("wall", "compute", "compress", "exchange", "apply", "loss", "density", "synchronise", "aggregate")
+# The figures of a step that a worker reports and that are copied to its event.
+_FIGURES = ("compute", "compress", "exchange", "apply", "loss", "density", "synchronise", "aggregate")
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What is trained and how; `push` and `pull` name the codecs of the two directions."""
+class ServerSettings:
+    """What is trained and how; `method` compresses the gradients and `pull_method` what the server sends back."""
 
     plan: Plan
     seed: int = 0
-    workers: int = 1  # to begin with, and for the order of the data
-    push: str = "topk1"
-    pull: str = "topk1"
-    mode: Mode = "bsp"
+    workers: int = 1  # that training waits for; the order of the data depends on it
+    method: str = "topk1"
+    pull_method: str = "topk1"
+    mode: str = "bsp"
     bound: int = 3
-    reduce: Literal["mean", "sum"] = "mean"
+    reduce: str = "mean"
     policy: str = "forward"
     overlap: bool = True
-    phased: bool = False  # as SparsifyGradients did: whole layers, and no model goes back before all gradients came
+    phased: bool = False  # as in SparsifyGradients: whole layers, no parameters before all gradients have arrived
     save_every: int = 100
     timeout: float = 10.0
     transport: str = "tcp"
     on_loss: str = "restore"
     mtu: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, known in (("mode", get_args(Mode)), ("reduce", get_args(Reduce)), ("transport", _TRANSPORTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
+        check_on_loss(self.on_loss)
+        if self.transport != "udp" and (self.on_loss != "restore" or self.mtu is not None):
+            raise ValueError("on_loss and mtu need the transport udp: the others lose nothing")
+        if self.mtu is not None:
+            check_mtu(self.mtu)
+        for method in (self.method, self.pull_method):
+            server_codec(method)
+        check_policy(self.policy)
 
-def check_terms(
-    push: str,
-    pull: str | None,
-    mode: str,
-    reduce: str,
-    policy: str,
-    transport: str = "tcp",
-    on_loss: str = "restore",
-    mtu: int | None = None,
-) -> dict[str, Any]:
-    """Words of the command line as fields of `Terms`; ValueError for one that there is not."""
-    for name, value, known in (("mode", mode, ("bsp", "ssp", "async")), ("reduce", reduce, ("mean", "sum"))):
-        if value not in known:
-            raise ValueError(f"--{name} is one of {', '.join(known)}, not {value!r}")
-    check_on_loss(on_loss)
-    if transport != "udp" and (on_loss != "restore" or mtu is not None):
-        raise ValueError("--on-loss and --mtu go with --transport udp: the others lose nothing")
-    if mtu is not None:
-        check_mtu(mtu)
-    back = push if pull is None else pull
-    resolve_codec(push), resolve_codec(back), check_policy(policy)
-    way = {"transport": transport, "on_loss": on_loss, "mtu": mtu}
-    return {"push": push, "pull": back, "mode": mode, "reduce": reduce, "policy": policy, **way}
+
+_TRANSPORTS = ("tcp", "udp", "mpi")
 
 
 class Serving:
-    """The server's side: owns model and optimizer, evaluates, and turns what workers tell into events."""
+    """The server's side: owns the model and the optimizer, evaluates, and turns the workers' reports into events."""
 
-    def __init__(self, recipe: Recipe, data: Path | None, terms: Terms, emit: Emit) -> None:
-        self.recipe, self.terms, self.emit = recipe, terms, emit
+    def __init__(self, recipe: Recipe, data: Path | None, settings: ServerSettings, emit: Emit) -> None:
+        self.recipe, self.settings, self.emit = recipe, settings, emit
         self._splits = recipe.load(data)
-        model, plan = recipe.build(terms.seed), terms.plan
-        ours = isinstance(resolve_codec(terms.push).feedback, MomentumCorrection)
+        model, plan = recipe.build(settings.seed), settings.plan
+        ours = isinstance(server_codec(settings.method).feedback, MomentumCorrection)
         self.server = Server(
             model,
             recipe.optimizer(model, lr=plan.lr, momentum=0.0 if ours else plan.momentum),
-            mode=terms.mode,
-            bound=terms.bound,
-            codec=terms.pull,
-            reduce=terms.reduce,
-            policy=terms.policy,
-            on_loss=terms.on_loss,
-            phased=terms.phased,
-            cut=0 if terms.phased else None,
-            expect=terms.workers,
+            mode=cast(Mode, settings.mode),
+            bound=settings.bound,
+            codec=settings.pull_method,
+            reduce=cast(Reduce, settings.reduce),
+            policy=settings.policy,
+            on_loss=settings.on_loss,
+            phased=settings.phased,
+            cut=0 if settings.phased else None,
+            expect=settings.workers,
             recipe=recipe.name,
-            timeout=terms.timeout,
+            timeout=settings.timeout,
             checkpoint=plan.checkpoint,
-            save_every=terms.save_every,
-            tell={"push": terms.push, "workers": terms.workers, "batch": plan.batch, "seed": terms.seed},
+            save_every=settings.save_every,
+            tell={"push": settings.method, "workers": settings.workers, "batch": plan.batch, "seed": settings.seed},
             on_step=self._on_step,
             on_figures=self._on_figures,
         )
-        self._order = DataOrder(len(self._splits.train), batch=plan.batch, workers=terms.workers, seed=terms.seed)
-        self._seen = self.server.clock.step
-        self._paused = -self.server.extra.get("wall", 0.0)
-        self.values: dict[str, float] = {}  # the last of each split
+        self._order = DataOrder(len(self._splits.train), batch=plan.batch, workers=settings.workers, seed=settings.seed)
+        self._seen = self.first_step = self.server.clock.step
+        self.first_wall: float = self.server.extra.get("wall", 0.0)  # seconds of training before a restart
+        self._paused = -self.first_wall
+        self.values: dict[str, float] = {}  # the last value of the metric on each split
 
     def run(self, listener: Listener) -> str:
-        """Serve until the target or the last step; returns which of them it was."""
-        reason = self.server.run(listener, max_steps=self.terms.plan.max_steps)
-        self._evaluate("train", self.terms.plan.train_samples)
+        """Serve until the target or the last step; return the reason of the end."""
+        reason = self.server.run(listener, max_steps=self.settings.plan.max_steps)
+        self._evaluate("train", self.settings.plan.train_samples)
         return reason
 
     @property
     def wall(self) -> float:
-        """Seconds of training, evaluation left out, those before a restart included."""
+        """Seconds of training without evaluation, including those before a restart."""
         return time.monotonic() - self.server.started_at - self._paused
 
     def _on_step(self, server: Server) -> None:
-        step, plan = server.clock.step, self.terms.plan
+        step, plan = server.clock.step, self.settings.plan
         server.extra["wall"] = self.wall
         before, self._seen = self._seen, step
-        # When a worker leaves, several steps may become complete at once.
+        # When a worker leaves, several steps may become complete at once, so step may pass the multiple.
         if step // plan.evaluate_every > before // plan.evaluate_every or step >= plan.max_steps:
             began = time.monotonic()
             value = self._evaluate("test", plan.test_samples)
@@ -145,7 +146,7 @@ class Serving:
 
     def _on_figures(self, member: Member, figures: dict[str, Any]) -> None:
         step, sent, received = (_whole(figures, name) for name in ("step", "bytes_sent", "bytes_received"))
-        values = {name: _number(figures, name) for name in _FIGURES if name != "wall"}
+        values = {name: _number(figures, name) for name in _FIGURES}
         self.emit(
             Step(
                 step=step,
@@ -171,11 +172,12 @@ def work(
     codec: str | None = None,
     *,
     profile: Path | None = None,
+    on_step: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> str:
-    """A worker's side: compute, push, pull, until the server ends it; returns why it did.
+    """Run a worker until the server ends the training; return the server's reason.
 
-    profile: where to write how long each layer takes.
+    profile: file for the times of each layer, which `thinwire simulate schedule` reads. on_step: called after a step.
     """
     splits, model = recipe.load(data), recipe.build(0)
     with Worker(connection, model, codec, recipe=recipe.name, **options) as worker:
@@ -195,6 +197,7 @@ def work(
             lost = {name: losses[name] - ways[name] for name in losses}
             worker.report(**_figures(worker, clock, float(loss.detach()), total, before, traffic), **lost)
             before, ways = traffic, losses
+            on_step()
         if profiler is not None and profile is not None:
             profiler.write(profile)
         return worker.stopped
@@ -209,7 +212,7 @@ def _figures(
         "step": clock + 1,
         "loss": loss if math.isfinite(loss) else None,
         "compute": times.compute,
-        "compress": 0.0,  # it overlaps: what of it is waited for is in the waits
+        "compress": 0.0,  # encoding overlaps; the part that a step waits for is in `waits`
         "exchange": times.aggregate + times.synchronise,
         "apply": 0.0,
         "aggregate": times.aggregate,
@@ -245,97 +248,60 @@ def _row(figures: dict[str, Any], name: str) -> list[Any]:
     return value
 
 
-def status(server: Server, values: dict[str, float]) -> dict[str, Any]:
-    """Everything that is shown, as plain figures."""
-    now, clock = time.monotonic(), server.clock
-    # The server's thread goes on meanwhile: look at copies, and at no worker that has just left.
-    pushed, members = dict(clock.workers), list(server.membership.active.values())
-    ahead = max((each.ahead for each in pushed.values()), default=clock.step)
-    workers = [
-        {
-            "slot": member.slot,
-            "name": member.name,
-            "clock": pushed[member.session].ahead,
-            "behind": ahead - pushed[member.session].ahead,
-            "steps_per_second": member.rate(),
-            "bytes_received": member.received,
-            "bytes_sent": member.sent,
-            "mbit_per_second_in": _mbit(member.received, now - member.since),
-            "mbit_per_second_out": _mbit(member.sent, now - member.since),
-            "seconds_silent": max(0.0, now - member.heard),
-            "loss": member.figures.get("loss"),
-            **server.listener_figures(member),
-        }
-        for member in sorted(members, key=lambda member: member.slot)
-        if member.session in pushed
-    ]
-    return {
-        "mode": server.mode,
-        "step": clock.step,
-        "updates": server.updates,
-        "joined": server.membership.joined,
-        "left": server.membership.left,
-        "waiting": len(server.membership.waiting),
-        "metric": dict(values),
-        "workers": workers,
-    }
+@dataclass(frozen=True)
+class ServedWork:
+    """What all processes of a training with a parameter server are given."""
+
+    recipe: str
+    data: Path | None
+    settings: ServerSettings
+
+    def to_json(self) -> str:
+        """Return the text that `from_json` reads in another process."""
+        return json.dumps(asdict(self), default=str)
+
+    def command(self) -> list[str]:
+        """Return the command line of one process."""
+        return [sys.executable, "-m", "thinwire.tools.race.served", self.to_json()]
+
+    @classmethod
+    def from_json(cls, text: str) -> "ServedWork":
+        """Return the work that another process wrote by `to_json`."""
+        raw: dict[str, Any] = json.loads(text)
+        plan = raw["settings"].pop("plan")
+        plan["checkpoint"] = Path(plan["checkpoint"]) if plan["checkpoint"] else None
+        settings = ServerSettings(Plan(**plan), **raw["settings"])
+        return cls(raw["recipe"], Path(raw["data"]) if raw["data"] else None, settings)
 
 
-def _mbit(size: int, seconds: float) -> float:
-    return size * 8e-6 / seconds if seconds > 0.0 else 0.0
+def run_server(served: ServedWork, address: str, emit: Emit) -> str:
+    """Run rank 0. It needs no keys: the lab's networks are isolated, and local processes use loopback."""
+    serving = Serving(get_recipe(served.recipe), served.data, served.settings, emit)
+    return serving.run(listen(address, insecure=True, mtu=served.settings.mtu))
 
 
-def table(server: Server, values: dict[str, float], metric: str) -> Table:
-    """The workers, for people."""
-    figures = status(server, values)
-    shown = "".join(f", {split} {metric} {value:.4f}" for split, value in values.items())
-    here = figures["waiting"] + len(figures["workers"])
-    waiting = f", waiting for {server.expect - here} of {server.expect} workers" if not server.started else ""
-    found = Table(title=f"{server.mode}, step {figures['step']}{shown}{waiting}")
-    lossy = any("loss_received" in w for w in figures["workers"])
-    lost = ("lost in", "lost out", "mbit/s") if lossy else ()
-    for name in ("worker", "name", "clock", "behind", "steps/s", "Mbit/s in", "Mbit/s out", "loss", *lost):
-        found.add_column(name, justify="left" if name == "name" else "right")
-    for w in figures["workers"]:
-        loss = "" if not isinstance(w["loss"], float) else f"{w['loss']:.3f}"
-        cells = [w["slot"], escape(w["name"]), w["clock"], w["behind"], f"{w['steps_per_second']:.2f}"]
-        traffic = [f"{w['mbit_per_second_in']:.2f}", f"{w['mbit_per_second_out']:.2f}"]
-        way = [f"{w.get(n, 0.0):.2%}" for n in ("loss_received", "loss_sent")] if lossy else []
-        pace = [f"{8e-6 * w.get('rate', 0.0):.0f}"] if lossy else []
-        found.add_row(*map(str, [*cells, *traffic, loss, *way, *pace]))
-    return found
+def run_worker(served: ServedWork, address: str, rank: int) -> None:
+    """Run any other rank."""
+    recipe = get_recipe(served.recipe)
+    work(recipe, served.data, connect(address), slot=rank - 1, name=f"h{rank}", overlap=served.settings.overlap)
 
 
-def serve_metrics(port: int, read: Callable[[], dict[str, Any]]) -> Callable[[], None]:
-    """Answer /metrics on loopback; returns how to stop that."""
+def main() -> None:
+    """Run one process of the training that the command line holds as JSON."""
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    served, rank = ServedWork.from_json(sys.argv[1]), int(os.environ["RANK"])
+    address = f"{served.settings.transport}://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
-        from prometheus_client.core import GaugeMetricFamily
-    except ImportError:
-        raise ThinwireError("--metrics needs prometheus-client: pip install 'thinwire[server]'") from None
+        if rank == 0:
+            emit = printing(0)
+            emit(0, run_server(served, address, lambda event: emit(0, event)))
+        else:
+            run_worker(served, address, rank)
+    except (ThinwireError, ValueError) as error:
+        print(f"FAILED {error}", flush=True)
+        sys.exit(2)
 
-    class Collector:
-        def collect(self) -> Any:
-            figures = read()
-            for name in ("step", "updates", "joined", "left", "waiting"):
-                yield GaugeMetricFamily(f"thinwire_{name}", f"{name} of the parameter server", figures[name])
-            for split, value in figures["metric"].items():
-                yield GaugeMetricFamily(f"thinwire_metric_{split}", f"the metric on the {split} split", value)
-            for name in ("clock", "behind", "steps_per_second", "bytes_received", "bytes_sent", "seconds_silent"):
-                family = GaugeMetricFamily(f"thinwire_worker_{name}", f"{name} of a worker", labels=["slot", "name"])
-                for worker in figures["workers"]:
-                    family.add_metric([str(worker["slot"]), worker["name"]], worker[name])
-                yield family
 
-    registry = CollectorRegistry()
-    registry.register(Collector())
-    try:
-        server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
-    except OSError as error:
-        raise ThinwireError(f"cannot serve metrics on port {port} ({error.strerror}): choose another") from error
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-
-    return stop
+if __name__ == "__main__":
+    main()

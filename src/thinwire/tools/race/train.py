@@ -1,92 +1,221 @@
-"""Train: one run with its event log, started from here or as a worker of torchrun."""
+"""Run one training with its event log: with DDP or a parameter server, started from here, by torchrun or by mpirun."""
 
+import logging
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from thinwire.tools.events import EventLog
-from thinwire.tools.observe import mirrors
-from thinwire.tools.race.launch import LiveRuns, launch
-from thinwire.tools.race.race import Field, describe_run
-from thinwire.tools.race.worker import Work, parse, run_all
+import thinwire
+from thinwire.errors import ThinwireError
+from thinwire.server.checkpoint import stored_step
+from thinwire.tools.events import EventLog, Run
+from thinwire.tools.lab.units import parse_loss
+from thinwire.tools.observe import describe_machine, mirrors, now
+from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
+from thinwire.tools.race.served import ServedWork, ServerSettings, run_server, run_worker
+from thinwire.tools.race.training import Plan, Work, run_all
 from thinwire.tools.recipes.recipe import Recipe
 from thinwire.tools.report.summary import last_value, reached
+from thinwire.transport.addresses import require
+
+
+def describe_run(recipe: Recipe, plan: Plan, place: ClusterSpec, method: str, seed: int) -> Run:
+    """Return the first record of a run's log."""
+    return Run(
+        command=place.command,
+        recipe=recipe.name,
+        method=method,
+        workers=place.workers,
+        batch=plan.batch,
+        parameters=recipe.parameter_count(),
+        seed=seed,
+        rate=place.rate or "none",
+        metric=recipe.metric,
+        target=plan.target if plan.target is not None else float("nan"),
+        version=thinwire.__version__,
+        machine=describe_machine(),
+        date=now(),
+    )
+
+
+def describe_served(
+    recipe: Recipe, settings: ServerSettings, place: ClusterSpec, label: str = "", loss: str | None = None
+) -> Run:
+    """Return the first record of a log that a parameter server writes; `label` replaces the method's name."""
+    suffix = f"-{settings.on_loss}" if settings.transport == "udp" else ""
+    name = f"{settings.mode}:{settings.method}/{settings.pull_method}{f':udp{suffix}' if suffix else ''}"
+    run = describe_run(recipe, settings.plan, place, label or name, settings.seed)
+    return replace(run, transport=f"{settings.transport}{suffix}", packet_loss=parse_loss(loss))
 
 
 @dataclass(frozen=True)
-class Training:
-    """What to run, where, and where to write."""
+class MethodResult:
+    """One method's figures; None is what was not measured or not reached."""
+
+    name: str
+    step_ms: float
+    overhead: float | None  # communication overhead
+    aggregation_ms: float | None  # of a step, beyond the step without communication
+    bytes_per_host_step: float
+    steps_to_target: float | None
+    seconds_to_target: float | None
+    speedup: float | None  # of the time to the target, against dense
+    train_accuracy: float | None
+    test_accuracy: float | None
+
+    def row(self) -> dict[str, str]:
+        """Return the method's line of the results table, which training and racing show."""
+
+        def number(value: float | None, form: str) -> str:
+            return "-" if value is None else format(value, form)
+
+        return {
+            "method": self.name,
+            "step ms": f"{self.step_ms:,.0f}",
+            "overhead": number(self.overhead, "+.0%"),
+            "MB": f"{self.bytes_per_host_step / 1e6:.3g}",
+            "steps": number(self.steps_to_target, ",.0f"),
+            "seconds": number(self.seconds_to_target, ",.1f"),
+            "speed-up": "-" if self.speedup is None else f"{self.speedup:.1f}x",
+            "train": number(self.train_accuracy, ".3f"),
+            "test": number(self.test_accuracy, ".3f"),
+        }
+
+
+@dataclass(frozen=True)
+class TrainingEnd:
+    """How a training ended: its figures, and one sentence."""
+
+    result: MethodResult
+    sentence: str
+
+
+def end_of(log: EventLog, seconds: float, ranks: int = 1) -> TrainingEnd:
+    """Sum up a training from its log, which has the steps of so many ranks; they need not be kept."""
+    run, end, hit = log.log.run, log.log.end, reached(log.log)
+    assert end is not None, "the log has ended"
+    steps = max(end.steps, 1)
+    result = MethodResult(
+        run.method,
+        step_ms=1e3 * end.wall / steps,
+        overhead=None,
+        aggregation_ms=None,
+        bytes_per_host_step=end.bytes_sent / steps / ranks,
+        steps_to_target=float(hit.step) if hit else None,
+        seconds_to_target=hit.wall if hit else None,
+        speedup=None,
+        train_accuracy=last_value(log.log, "train"),
+        test_accuracy=last_value(log.log, "test"),
+    )
+    how = f"reached the target at step {hit.step}" if hit else f"made {end.steps} steps without reaching the target"
+    return TrainingEnd(result, f"{run.recipe} with {run.method} {how}; {seconds:.0f} s in all.")
+
+
+@dataclass(frozen=True)
+class DdpTraining:
+    """A training with DDP: what to run, where, and where to log."""
 
     recipe: Recipe
     work: Work
-    place: Field
+    place: ClusterSpec
     log: Path
-    tensorboard: Path | None
+    tensorboard: Path | None = None
 
     def open_log(self) -> EventLog:
-        """The log, continued where a checkpoint says so."""
-        method, seed = self.work.runs[0]
-        run = describe_run(self.recipe, self.work, self.place, method, seed)
-        return EventLog(self.log, run, resume_at=self._resumed(), mirrors=mirrors(self.tensorboard), keep=False)
+        """Open the log; a resumed training continues it from the checkpoint's step."""
+        (method, seed), plan = self.work.runs[0], self.work.plan
+        resume_at = None
+        if plan.checkpoint is not None and plan.resume:
+            found = plan.checkpoint.glob("step-*/model.pt")
+            resume_at = max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)
+        run = describe_run(self.recipe, plan, self.place, method, seed)
+        return EventLog(self.log, run, resume_at=resume_at, mirrors=mirrors(self.tensorboard), keep=False)
 
-    def _resumed(self) -> int | None:
-        plan = self.work.plan
-        if plan.checkpoint is None or not plan.resume:
-            return None
-        steps = [int(path.parent.name.removeprefix("step-")) for path in plan.checkpoint.glob("step-*/model.pt")]
-        return max(steps, default=0)
+    def run(self) -> TrainingEnd:
+        """Start the workers, log and show what they report."""
+        began, method = time.monotonic(), self.work.runs[0][0]
+        with (
+            self.open_log() as log,
+            RunProgress([method], [self.work.plan.max_steps], self.recipe.metric) as progress,
+        ):
+            follower = Follower([log], progress, every_rank=False)
+            launch(self.work.command(), self.place.workers, self.place.rate, follower.read)
+        return end_of(log, time.monotonic() - began)
 
-    def summary(self, log: EventLog, seconds: float) -> str:
-        """One sentence in the end."""
-        end, hit = log.log.end, reached(log.log)
-        test = last_value(log.log, "test")
-        steps = end.steps if end is not None else 0
-        shown = "" if test is None else f", {self.recipe.metric} {test:.4f} on the test split"
-        how = (
-            f"the target was reached at step {hit.step}, after {hit.wall:.1f} s of training"
-            if hit
-            else f"{steps} steps"
-        )
-        return f"{self.recipe.name} with {self.work.runs[0][0]}: {how}{shown}; {seconds:.0f} s in all."
-
-
-def run_training(training: Training) -> str:
-    """Start the workers, show and log what they tell."""
-    method, _ = training.work.runs[0]
-    began = time.monotonic()
-    with (
-        training.open_log() as log,
-        LiveRuns([method], [training.work.plan.max_steps], training.recipe.metric) as live,
-    ):
-
-        def read(host: int, line: str) -> None:
-            found = parse(line)
-            if found is None:
-                return
-            _, event = found
-            if isinstance(event, str):
-                log.end(event)
-            elif getattr(event, "rank", 0) == 0:
-                log.write(event)
-            if isinstance(event, str) or getattr(event, "rank", 0) == 0:
-                live.watch(0, event)
-
-        launch(training.work.command(), training.place.hosts, training.place.rate, read)
-    return training.summary(log, time.monotonic() - began)
+    def run_under_torchrun(self) -> TrainingEnd | None:
+        """Train as one rank of the process group that torchrun made; only rank 0 logs and returns the end."""
+        torch.set_num_threads(max(1, torch.get_num_threads()))
+        dist.init_process_group("gloo")
+        began, end = time.monotonic(), None
+        if dist.get_rank() != 0:
+            run_all(self.work, lambda run, event: None)
+        else:
+            with self.open_log() as log:
+                run_all(self.work, Follower([log]).take)
+            end = end_of(log, time.monotonic() - began)
+        dist.destroy_process_group()
+        return end
 
 
-def run_as_worker(training: Training) -> None:
-    """This process is one rank of a process group that torchrun made."""
-    torch.set_num_threads(max(1, torch.get_num_threads()))
-    dist.init_process_group("gloo")
-    began = time.monotonic()
-    if dist.get_rank() != 0:
-        run_all(training.work, lambda run, event: None)
-    else:
-        with training.open_log() as log:
-            run_all(training.work, lambda run, event: log.end(event) if isinstance(event, str) else log.write(event))
-        print(training.summary(log, time.monotonic() - began), flush=True)
-    dist.destroy_process_group()
+@dataclass(frozen=True)
+class ServedTraining:
+    """A training with a parameter server, which runs on one host more than the workers."""
+
+    recipe: Recipe
+    work: ServedWork
+    place: ClusterSpec
+    log: Path
+    loss: str | None = None  # share of packets that the emulated links lose
+    label: str = ""  # the method's name in the log
+    tensorboard: Path | None = None
+
+    def open_log(self) -> EventLog:
+        """Open the log; a resumed training continues it from the checkpoint's step."""
+        settings = self.work.settings
+        plan = settings.plan
+        resume_at = stored_step(plan.checkpoint) if plan.checkpoint is not None and plan.resume else None
+        run = describe_served(self.recipe, settings, self.place, self.label, self.loss)
+        return EventLog(self.log, run, resume_at=resume_at, mirrors=mirrors(self.tensorboard), keep=False)
+
+    def run(self) -> TrainingEnd:
+        """Start the server and the workers, log and show what the server reports."""
+        settings, began = self.work.settings, time.monotonic()
+        require(settings.transport)
+        with self.open_log() as log:
+            run = log.log.run
+            with RunProgress([run.method], [settings.plan.max_steps], run.metric) as progress:
+                follower = Follower([log], progress)
+                launch(self.work.command(), self.place.workers + 1, self.place.rate, follower.read, loss=self.loss)
+        return end_of(log, time.monotonic() - began, self.place.workers)
+
+    def run_under_mpi(self) -> TrainingEnd | None:
+        """Train as one rank that mpirun started; rank 0 is the server and returns the end."""
+        try:
+            from mpi4py import MPI
+        except ImportError:
+            raise ThinwireError("the transport mpi needs mpi4py and an MPI: install the extra 'mpi'") from None
+        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        needed = self.place.workers + 1
+        if size != needed:
+            raise ThinwireError(
+                f"{self.place.workers} workers and a server are {needed} processes, but mpirun started {size}"
+            )
+        torch.set_num_threads(1)
+        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+        try:
+            if rank != 0:
+                run_worker(self.work, "mpi://", rank)
+                return None
+            began = time.monotonic()
+            with self.open_log() as log:
+                log.end(run_server(self.work, "mpi://", log.write))
+            return end_of(log, time.monotonic() - began, self.place.workers)
+        except (ThinwireError, ValueError) as error:
+            # Without the abort the other ranks would wait for this one for ever.
+            print(f"thinwire: rank {rank}: {error}", file=sys.stderr, flush=True)
+            MPI.COMM_WORLD.Abort(2)
+            raise

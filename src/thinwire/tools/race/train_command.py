@@ -1,150 +1,115 @@
-"""The command `thinwire train`: one recipe, one method; local processes, emulated hosts, or real machines.
+"""The command `thinwire train`: train a recipe with one method, on this machine, in the lab or on real machines.
 
-Under torchrun (RANK is set) the command is one worker; otherwise it starts the workers and writes their log.
+Under torchrun, which sets RANK, the command is one worker; otherwise it starts the workers and writes their log.
 """
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from thinwire.tools import options
+from thinwire.tools.race.config import TrainConfig, load_config, print_option
 
-if TYPE_CHECKING:
-    from thinwire.tools.race.train import Training
-
-
-# Options of the parameter server alone.
-SERVED = ("mode", "bound", "pull", "reduce", "policy", "on_loss", "mtu")
+# Settings of the parameter server alone.
+SERVED = ("mode", "bound", "pull_method", "reduce", "policy", "on_loss", "mtu")
 
 
 def train_command(
     context: typer.Context,
     recipe: options.RecipeName,
-    workers: Annotated[int, typer.Option(min=1, help="Processes, or emulated hosts with --rate.")] = 4,
-    compress: Annotated[str, typer.Option(help="A density, a preset, dense or fp16.")] = "topk1",
-    rate: Annotated[str | None, typer.Option(help="Rate of every link, in the lab: 100mbit.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Workers: processes, or emulated hosts with --rate.")] = 4,
+    method: options.Method = "topk1",
+    rate: Annotated[str | None, typer.Option(help="Emulate hosts whose links have this rate: 100mbit.")] = None,
     target: options.Target = None,
-    epochs: options.Epochs = None,
     max_steps: options.MaxSteps = None,
     batch: options.Batch = None,
     lr: options.LearningRate = None,
     seed: options.Seed = 0,
-    evaluate_every: options.EvaluateEvery = None,
     data: options.Data = None,
-    events: Annotated[Path | None, typer.Option(help="Event log; default: runs/RECIPE-METHOD-DATE.jsonl.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints, at every evaluation.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    diagnose: options.Diagnose = 0,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard, too.")] = None,
-    server: Annotated[bool, typer.Option("--server", help="With a parameter server, on one host more.")] = False,
-    mode: Annotated[str, typer.Option(help="Of the server: bsp, ssp or async.")] = "bsp",
-    bound: options.Bound = 3,
-    pull: Annotated[str | None, typer.Option(help="Codec of the server's way back; default: --compress.")] = None,
-    reduce: Annotated[str, typer.Option(help="The server's: mean or sum.")] = "mean",
-    policy: Annotated[str, typer.Option(help="Of requests: fifo, filo, stalest or forward.")] = "forward",
-    transport: Annotated[str, typer.Option(help="To the server: tcp or udp; mpi under mpirun.")] = "tcp",
-    on_loss: options.OnLoss = "restore",
-    mtu: options.Mtu = None,
-    loss: Annotated[str | None, typer.Option(help="Share of packets lost, in the lab: 5%.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints, made at every evaluation.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    server: Annotated[bool, typer.Option("--server", help="Use a parameter server, on one host more.")] = False,
+    config: options.Config = None,
+    print_config: Annotated[bool, print_option(TrainConfig, "thinwire train")] = False,
 ) -> None:
     """Train a recipe with compressed gradients."""
-    from thinwire.tools.race.launch import make_plan, rate_or_none
-    from thinwire.tools.race.race import Field
-    from thinwire.tools.race.served import Terms, check_terms
-    from thinwire.tools.race.served_process import Served
-    from thinwire.tools.race.train import Training
-    from thinwire.tools.race.train_served import ServedTraining
-    from thinwire.tools.race.worker import Work
+    from thinwire.tools.race.launch import ClusterSpec, make_plan
+    from thinwire.tools.race.served import ServedWork, ServerSettings
+    from thinwire.tools.race.train import DdpTraining, ServedTraining
+    from thinwire.tools.race.training import Work
     from thinwire.tools.recipes import get_recipe
 
-    words = check_terms(compress, pull, mode, reduce, policy, transport, on_loss, mtu) if server else {}
-    _check(context, compress, server, transport, diagnose, lossy=loss is not None, shaped=rate is not None)
-    _check_folder(checkpoint, resume)
+    chosen = load_config(TrainConfig, config, context)
+    _check(chosen, typed_workers=bool(options.typed(context, ["workers"])))
+    _check_folder(chosen.checkpoint, chosen.resume)
     made = get_recipe(recipe)
-    workers = workers if server else _world(workers)
-    plan = make_plan(
-        made,
-        workers=workers,
-        data=data,
-        batch=batch,
-        lr=lr,
-        target=target,
-        max_steps=max_steps,
-        epochs=epochs,
-        evaluate_every=evaluate_every,
-        checkpoint=checkpoint,
-        resume=resume,
-        diagnose=diagnose,
-    )
-    place = Field(workers, rate_or_none(rate), options.invocation())
-    path = options.log_path(events, f"{made.name}-{compress}")
-    if server:
-        agreed = Served(recipe, data, Terms(plan, seed, workers, bound=bound, save_every=plan.evaluate_every, **words))
-        training = ServedTraining(made, agreed, place, path, loss, tensorboard=tensorboard)
-        _tell(training.run_under_mpi() if transport == "mpi" else training.run(), path)
+    count = chosen.workers if chosen.server else _world(chosen.workers)
+    plan = make_plan(made, workers=count, resume=chosen.resume, diagnose=chosen.diagnose, **chosen.plan_options())
+    place = ClusterSpec(count, options.link_rate(chosen.rate), options.invocation())
+    path = options.log_path(chosen.events, f"{made.name}-{chosen.method}")
+    if chosen.server:
+        settings = ServerSettings(plan, save_every=plan.evaluate_every, **chosen.server_options())
+        served = ServedTraining(
+            made,
+            ServedWork(recipe, chosen.data, settings),
+            place,
+            path,
+            chosen.loss,
+            tensorboard=chosen.tensorboard,
+        )
+        end = served.run_under_mpi() if chosen.transport == "mpi" else served.run()
     else:
-        work = Work(recipe, data, ((compress, seed),), plan)
-        _tell(_run(Training(made, work, place, path, tensorboard)), path)
-
-
-def _tell(end: str | None, path: Path) -> None:
-    """How it ended and where the log is; None: rank 0 does the talking."""
-    if end is not None:
+        work = Work(recipe, chosen.data, ((chosen.method, chosen.seed),), plan)
+        training = DdpTraining(made, work, place, path, chosen.tensorboard)
+        end = training.run_under_torchrun() if "RANK" in os.environ else training.run()
+    if end is not None:  # None: rank 0 shows the end
         console = Console()
-        console.print(end, highlight=False)
-        console.print(f"The log is {path}; thinwire report {path} -o page.html makes a page of it.", highlight=False)
+        console.print(
+            options.table_of([end.result.row()], title=f"{made.name}: {place}", caption="MB: sent per worker and step")
+        )
+        console.print(end.sentence, highlight=False)
+        console.print(f"The log is {path}; thinwire report {path} makes a page of it.", highlight=False)
 
 
-def _check(
-    context: typer.Context, compress: str, server: bool, transport: str, diagnose: int, *, lossy: bool, shaped: bool
-) -> None:
-    """ValueError for options that do not go together."""
+def _check(config: TrainConfig, *, typed_workers: bool) -> None:
+    """Raise ValueError for settings that do not go together."""
     from thinwire.tools.race.methods import BASELINES, check_method
 
-    if not server:
-        check_method(compress)
-        options.refuse(context, SERVED, "go with --server")
-    elif context.params["mode"] != "ssp":
-        options.refuse(context, ("bound",), "goes with --mode ssp")
-    if "RANK" in os.environ and context.params["workers"] != _world(0):
-        options.refuse(context, ("workers",), f"is what torchrun says, {_world(0)} here: leave it out")
-    if transport not in ("tcp", "udp", "mpi") or (transport != "tcp" and not server):
-        raise ValueError("--transport is tcp, udp or mpi, and the last two go with --server")
-    if shaped and ("RANK" in os.environ or transport == "mpi"):
+    if not config.server:
+        check_method(config.method)
+        config.refuse(SERVED, "they are the parameter server's, give --server too")
+    elif config.mode != "ssp":
+        config.refuse(("bound",), "it is the bound of the mode ssp")
+    if "RANK" in os.environ and typed_workers and config.workers != _world(0):
+        raise ValueError(f"torchrun started {_world(0)} workers, not {config.workers}: leave out --workers")
+    if config.transport not in ("tcp", "udp", "mpi") or (config.transport != "tcp" and not config.server):
+        raise ValueError("the transport is tcp, udp or mpi, and the last two go with --server")
+    if config.rate is not None and ("RANK" in os.environ or config.transport == "mpi"):
         raise ValueError("--rate shapes the links of emulated hosts: leave it out under torchrun and mpirun")
-    if lossy and (not server or not shaped or transport == "mpi"):
-        raise ValueError("--loss goes with --server and --rate: packets are lost in the lab")
-    if diagnose and (server or compress in BASELINES):
-        raise ValueError("--diagnose looks at a link of compressed gradients: leave out --server, dense and fp16")
+    if config.loss is not None and (not config.server or config.rate is None or config.transport == "mpi"):
+        raise ValueError("loss goes with --server and --rate: packets are lost in the lab")
+    if config.diagnose and (config.server or config.method in BASELINES):
+        raise ValueError("diagnose compares a compressed link with dense: leave out --server, dense and fp16")
 
 
 def _world(workers: int) -> int:
-    """Under torchrun it says how many there are."""
+    """Return the number of workers; under torchrun it is torchrun's."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else workers
 
 
 def _check_folder(checkpoint: Path | None, resume: bool) -> None:
+    """Raise ValueError if the checkpoint folder and --resume do not fit."""
     from thinwire.tools.race.training import open_folder
 
     if checkpoint is not None:
         found = any((*checkpoint.glob("step-*/model.pt"), *checkpoint.glob("server.pt")))
-        if resume and not found and "RANK" not in os.environ:  # torchrun's restarts begin with the same words
+        if resume and not found and "RANK" not in os.environ:  # torchrun restarts workers with the same options
             raise ValueError(f"{checkpoint} holds no checkpoint: name its folder, or leave out --resume to start anew")
         open_folder(checkpoint)
         if not resume and found:
-            raise ValueError(f"{checkpoint} holds a checkpoint: go on from it by --resume, or choose another folder")
+            raise ValueError(f"{checkpoint} holds a checkpoint: continue it by --resume, or choose another folder")
     elif resume:
-        raise ValueError("--resume needs --checkpoint, the folder to go on from")
-
-
-def _run(training: "Training") -> str | None:
-    """Train as one worker of torchrun's, or with workers that are started here; None: another rank tells the end."""
-    from thinwire.tools.race.train import run_as_worker, run_training
-
-    if "RANK" in os.environ:
-        run_as_worker(training)
-        return None
-    return run_training(training)
+        raise ValueError("--resume needs --checkpoint, the folder to continue from")

@@ -1,14 +1,17 @@
-"""Training: one recipe, one method, one seed, on all ranks; everything that happens becomes an event.
+"""One rank of a training with DDP: a recipe, a method and a seed; everything that happens becomes an event.
 
-The order of the samples depends on seed and step alone, so that methods see the same data and a resumed run goes on
-where it stopped.
+The order of the samples depends on seed and step alone, so that all methods see the same data and a resumed run
+continues exactly. `python -m thinwire.tools.race.training JSON` runs one rank, with torch.distributed's environment
+variables set. It prints the events of its runs, one line each, with the number of the run.
 """
 
+import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import ThinwireError
 from thinwire.link.link import Link
-from thinwire.tools.events import Eval, Event, Histogram, Step
+from thinwire.tools.events import Eval, Event, Histogram, Step, from_line, to_line
 from thinwire.tools.observe import gradient_histogram
 from thinwire.tools.race.methods import BackwardClock, applies_momentum, apply_method, single_bucket
+from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe, Splits
+
+EVENT = "EVENT"  # begins a line that holds an event
 
 
 class CheckpointError(ThinwireError):
@@ -30,14 +36,14 @@ class CheckpointError(ThinwireError):
 
 
 def save_whole(value: dict[str, Any], path: Path) -> None:
-    """Write a file under another name first, so that a crash leaves the old one."""
+    """Write a file under another name and rename it, so that a crash leaves the old file."""
     partial = path.with_suffix(".partial")
     torch.save(value, partial)
     os.replace(partial, path)
 
 
 def open_folder(folder: Path) -> None:
-    """Make the folder, or say why not."""
+    """Create the folder; CheckpointError says why that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,7 +52,7 @@ def open_folder(folder: Path) -> None:
 
 
 class Checkpoint:
-    """The files of one training in a folder."""
+    """Saves and restores one training: the model once, the state of the link once per rank."""
 
     def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, link: Link | None) -> None:
         self.folder, self._model, self._optimizer, self._link = folder, model, optimizer, link
@@ -54,7 +60,7 @@ class Checkpoint:
         open_folder(folder)
 
     def save(self, step: int, wall: float) -> None:
-        """Called on all ranks at the same step; the one before is forgotten when this one is complete."""
+        """Save a checkpoint, on all ranks at the same step, and delete the older ones when it is complete."""
         place = self.folder / f"step-{step:08d}"
         place.mkdir(exist_ok=True)
         if self._link is not None:
@@ -69,17 +75,17 @@ class Checkpoint:
                 "optimizer": self._optimizer.state_dict(),
             }
             save_whole(state, place / "model.pt")
-            self._forget(place)
+            self._delete_older(place)
 
-    def _forget(self, newest: Path) -> None:
+    def _delete_older(self, newest: Path) -> None:
         for old in self.folder.glob("step-*"):
             if old.name < newest.name:
                 for file in old.iterdir():
                     file.unlink()
                 old.rmdir()
 
-    def _agree(self, step: int) -> None:
-        """Ranks that went on from different checkpoints would train different models without knowing."""
+    def _check_agreement(self, step: int) -> None:
+        """Raise CheckpointError if ranks found different steps: they would train different models."""
         steps = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world)]
         dist.all_gather(steps, torch.tensor([step]))
         for rank, other in enumerate(map(int, steps)):
@@ -90,19 +96,19 @@ class Checkpoint:
                 )
 
     def _check_rates(self, saved: dict[str, Any]) -> None:
-        """The saved optimizer's settings would silently win over those of the command line."""
+        """Raise CheckpointError if the saved optimizer has other rates, which would replace those asked for."""
         for now, before in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
             for name in ("lr", "momentum"):
                 if name in now and name in before and now[name] != before[name]:
                     raise CheckpointError(
                         f"the checkpoint in {self.folder} was trained with {name} {before[name]:g}, not {now[name]:g}: "
-                        "go on with the same, or start anew in another folder"
+                        "continue with the same value, or start again in another folder"
                     )
 
     def load(self) -> tuple[int, float]:
-        """Take over the newest complete checkpoint; returns its step and the seconds trained. (0, 0) if none."""
+        """Restore the newest complete checkpoint and return its step and training seconds; (0, 0) if there is none."""
         found = sorted(p.parent for p in self.folder.glob("step-*/model.pt"))
-        self._agree(int(found[-1].name.removeprefix("step-")) if found else 0)
+        self._check_agreement(int(found[-1].name.removeprefix("step-")) if found else 0)
         if not found:
             return 0, 0.0
         try:
@@ -115,16 +121,16 @@ class Checkpoint:
                 self._link.load_state_dict(links)
         except CheckpointError:
             raise
-        except Exception as error:  # torch raises many kinds for files that are not its own
+        except Exception as error:  # torch raises many kinds for files that are not checkpoints
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(
-                f"the checkpoint {found[-1]} cannot be used ({reason}): remove it or start anew"
+                f"the checkpoint {found[-1]} cannot be used ({reason}): remove it or start again"
             ) from error
         return int(state["step"]), float(state["wall"])
 
 
 def interface_bytes(interface: str) -> tuple[int, int] | None:
-    """Bytes sent and received by an interface, or None if there is none."""
+    """Return the bytes sent and received by a network interface, or None if it does not exist."""
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
     except OSError:
@@ -138,17 +144,17 @@ def interface_bytes(interface: str) -> tuple[int, int] | None:
 
 
 def ring_bytes(method: str, parameters: int, world: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce of 32- or 16-bit gradients."""
+    """Return the bytes that a rank sends in a ring all-reduce of 32- or 16-bit gradients."""
     width = {"dense": 4, "fp16": 2}.get(method, 0)
     return 2 * width * parameters * (world - 1) // world
 
 
 class TrafficMeter:
-    """Bytes sent and received since the last reading."""
+    """Counts the bytes that this rank sends and receives: by the kernel in the lab, else by the link."""
 
     def __init__(self, link: Link | None, per_step: int = 0) -> None:
         self._link = link
-        self._per_step = per_step  # where nothing can be counted: what the method is known to move
+        self._per_step = per_step  # what the method is known to send where nothing can be counted
         self._interface = "eth0" if "THINWIRE_LAB" in os.environ else None
         self._before = self._now()
 
@@ -161,7 +167,7 @@ class TrafficMeter:
         return int(figures["bytes_sent"]), int(figures["bytes_received"])
 
     def read(self) -> tuple[int, int]:
-        """Bytes sent and received since the last call."""
+        """Return the bytes sent and received since the last call."""
         if self._interface is None and self._link is None:
             return self._per_step, self._per_step
         now = self._now()
@@ -171,11 +177,12 @@ class TrafficMeter:
 
 
 Emit = Callable[[Event], None]
+EmitRun = Callable[[int, Event | str], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train and when to stop; the same for every method of a race."""
+    """How to train and when to stop; the same for every method of a race."""
 
     batch: int
     lr: float
@@ -190,14 +197,14 @@ class Plan:
     diagnose: int = 0  # steps between two diagnoses of a link; 0: none
 
 
-class Training:
-    """A model, its method and its data on this rank."""
+class Trainer:
+    """Trains a model with one method on this rank."""
 
     def __init__(self, recipe: Recipe, splits: Splits, plan: Plan, method: str, seed: int) -> None:
         self.recipe, self.splits, self.plan, self.method, self.seed = recipe, splits, plan, method, seed
         self.rank = dist.get_rank()
         self.model = DistributedDataParallel(recipe.build(seed), bucket_cap_mb=1000 if single_bucket(method) else None)
-        # DGC applies the momentum before sending: the optimizer must not apply it again.
+        # With momentum correction the codec applies the momentum, so the optimizer must not apply it again.
         ours = applies_momentum(method)
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
         self.clock = BackwardClock()
@@ -213,7 +220,7 @@ class Training:
         self.wall = 0.0
 
     def run(self, emit: Emit) -> str:
-        """Train until the target or the last step; returns which of them it was."""
+        """Train until the target or the last step; return the reason of the end."""
         step = 0
         if self.checkpoint is not None and self.plan.resume:
             step, self.wall = self.checkpoint.load()
@@ -233,19 +240,19 @@ class Training:
             if step % self.plan.evaluate_every == 0 or step == self.plan.max_steps:
                 reached = self._evaluate(step, "test", self.plan.test_samples, emit)
                 evaluations += 1
-                if evaluations % 4 == 1:  # for the curve only: a few samples, now and then
+                if evaluations % 4 == 1:  # a few samples, for the curve of the training split
                     self._evaluate(step, "train", 500, emit)
                 if self.checkpoint is not None:
                     self.checkpoint.save(step, self.wall)
                 dist.barrier()
-                self.meter.read()  # what evaluation and checkpoints sent is not training's
+                self.meter.read()  # leaves out what evaluation and checkpoints sent
                 if reached:
                     break
         self._evaluate(step, "train", self.plan.train_samples, emit)
         return "target" if reached else "max_steps"
 
     def _step(self, step: int) -> Step:
-        # Dropout and the like must not depend on what was drawn before, or a resumed run would differ.
+        # Random numbers must not depend on earlier steps, or a resumed run would differ.
         torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.rank)
         batch = self.splits.train.batch(self.order.at(step - 1, self.rank))
         began = time.perf_counter()
@@ -281,24 +288,24 @@ class Training:
     def _residual_norm(self) -> float:
         if self.link is None:
             return 0.0
-        held = [self.link.codec.residuals(name).get("residual") for name, _ in self.model.module.named_parameters()]
-        return math.sqrt(sum(float(t.square().sum()) for t in held if t is not None))
+        kept = [self.link.codec.residuals(name).get("residual") for name, _ in self.model.module.named_parameters()]
+        return math.sqrt(sum(float(t.square().sum()) for t in kept if t is not None))
 
     def _evaluate(self, step: int, split: str, samples: int | None, emit: Emit) -> bool:
-        """Rank 0 evaluates, all hear whether the target is reached."""
-        verdict = torch.zeros(1)
+        """Evaluate on rank 0 and return on all ranks whether the target is reached."""
+        met = torch.zeros(1)
         if self.rank == 0:
             data = self.splits.test if split == "test" else self.splits.train
             value = self.recipe.evaluate(self.model.module, data, samples)
             epoch, metric = self.order.epoch(step), self.recipe.metric
             emit(Eval(step=step, epoch=epoch, wall=self.wall, split=split, metric=metric, value=value))
             if self.plan.target is not None:
-                verdict[0] = float(value >= self.plan.target)
-        dist.broadcast(verdict, 0)
-        return bool(verdict[0])
+                met[0] = float(value >= self.plan.target)
+        dist.broadcast(met, 0)
+        return bool(met[0])
 
     def _histograms(self, step: int) -> list[Histogram]:
-        """Magnitudes of the mean gradient, per layer: SparsifyGradients' figure."""
+        """Return a histogram of the mean gradient's magnitudes for each layer."""
         return [
             gradient_histogram(step, name, parameter.grad)
             for name, parameter in self.model.module.named_parameters()
@@ -306,11 +313,107 @@ class Training:
         ]
 
     def close(self) -> None:
-        """Let go of the link before the next method takes its turn."""
+        """Detach the link, so that the next method can use the process group."""
         if self.link is not None:
             self.link.detach()
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Entries of a gradient."""
+    """Return the number of trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The runs that all ranks make one after the other; a run is a (method, seed)."""
+
+    recipe: str
+    data: Path | None
+    runs: tuple[tuple[str, int], ...]
+    plan: Plan
+    infinite_steps: int = 8  # of a run without communication, which only serves as a reference for times
+
+    def to_json(self) -> str:
+        """Return the text that `from_json` reads in another process."""
+        return json.dumps(asdict(self), default=str)
+
+    def command(self) -> list[str]:
+        """Return the command line of one rank."""
+        return [sys.executable, "-m", "thinwire.tools.race.training", self.to_json()]
+
+    @classmethod
+    def from_json(cls, text: str) -> "Work":
+        """Return the work that another process wrote by `to_json`."""
+        raw: dict[str, Any] = json.loads(text)
+        plan = raw["plan"]
+        plan["checkpoint"] = Path(plan["checkpoint"]) if plan["checkpoint"] else None
+        return cls(
+            raw["recipe"],
+            Path(raw["data"]) if raw["data"] else None,
+            tuple((method, seed) for method, seed in raw["runs"]),
+            Plan(**plan),
+            raw["infinite_steps"],
+        )
+
+
+def with_infinite(runs: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Put a short run without communication before each run: every method has a reference of about the same time."""
+    return [each for number, run in enumerate(runs) for each in (("infinite", number), run)]
+
+
+def run_all(work: Work, emit: EmitRun) -> None:
+    """Make every run in turn; `emit` gets the run's number and an event, or the reason when the run has ended."""
+    recipe = get_recipe(work.recipe)
+    splits = recipe.load(work.data)
+    for number, (method, seed) in enumerate(work.runs):
+        plan = work.plan
+        if method == "infinite":
+            steps = min(work.infinite_steps, plan.max_steps)
+            plan = replace(plan, max_steps=steps, target=None, evaluate_every=plan.max_steps + 1, checkpoint=None)
+        trainer = Trainer(recipe, splits, plan, method, seed)
+
+        def tell(event: Event, number: int = number) -> None:
+            emit(number, event)
+
+        reason = trainer.run(tell)
+        trainer.close()
+        dist.barrier()
+        emit(number, reason)
+
+
+def printing(rank: int) -> EmitRun:
+    """Return a function that prints events for the parent process: all of rank 0, only steps of the others."""
+
+    def emit(run: int, event: Event | str) -> None:
+        if isinstance(event, str):
+            if rank == 0:
+                print(f"{EVENT} {run} end {event}", flush=True)
+        elif rank == 0 or isinstance(event, Step):
+            print(f"{EVENT} {run} {to_line(event)}", flush=True)
+
+    return emit
+
+
+def parse(line: str) -> tuple[int, Event | str] | None:
+    """Return the run's number and the event, or the reason of its end, of a printed line; None for another line."""
+    mark, _, rest = line.partition(" ")
+    if mark != EVENT:
+        return None
+    run, _, what = rest.partition(" ")
+    return int(run), what[4:] if what.startswith("end ") else from_line(what)
+
+
+def main() -> None:
+    """Run one rank of the work that the command line holds as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        run_all(Work.from_json(sys.argv[1]), printing(dist.get_rank()))
+    except (ThinwireError, ValueError) as error:
+        print(f"FAILED {error}", flush=True)
+        sys.exit(2)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

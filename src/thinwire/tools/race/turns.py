@@ -1,6 +1,6 @@
-"""Turns: one process of several runs in the lab, in which rank 0 serves one run after the other and the rest work.
+"""Measurements of the parameter server in the lab: several runs in one process per host, with simulated computing.
 
-For measurements of the parameter server whose hosts share their cores: computing that is mostly waiting.
+Emulated hosts share the cores of one machine, so a layer sleeps instead of computing.
 """
 
 import json
@@ -17,20 +17,20 @@ Run = dict[str, Any]
 
 
 class Slow(nn.Module):
-    """A layer whose forward pass takes its time without using the processor."""
+    """A linear layer whose forward pass also sleeps for some seconds, without using the processor."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
         self.linear, self.seconds = nn.Linear(width, width), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)  # waits for its parameters: no computing before they are there
+        y: Tensor = self.linear(x)  # its hook waits for the parameters before the sleep
         time.sleep(self.seconds)
         return torch.relu(y)
 
 
 def take_turns(serve: Callable[[Run, str], None], work: Callable[[Run, str, int], None]) -> None:
-    """Play this process's part in the runs that the command line holds as JSON, each at an address of its own."""
+    """Take part in each of the runs that the command line holds as JSON: rank 0 serves, the others work."""
     torch.set_num_threads(1)
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     for number, run in enumerate(json.loads(sys.argv[1])):

@@ -1,4 +1,4 @@
-"""The page of a simulated schedule: a table, a Gantt chart of each policy, and what the forward passes waited for."""
+"""The page of a simulated schedule: a table, a Gantt chart of each policy, and waiting times by layer."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -6,29 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.report.markup import Pairs, Row, fill, replace_file
-from thinwire.tools.simulate.schedule import Case, Interval, Outcome, winner
+from thinwire.tools.simulate.schedule import Case, Interval, ScheduleOutcome, winner
 
-# A browser draws so many bars at ease; of a longer run the first steps are shown.
+# More bars make a browser slow; of a longer run only the first steps are shown.
 MOST_BARS = 24_000
 LANES = ("forward", "backward", "push", "pull")
 
 
-def write_gantt(case: Case, outcomes: Sequence[Outcome], path: Path, *, command: str = "") -> None:
-    """Write one self-contained page about a case and what each policy made of it."""
+def write_gantt(case: Case, outcomes: Sequence[ScheduleOutcome], path: Path, *, command: str = "") -> None:
+    """Write one self-contained page about a case and the outcome of each policy."""
     page = fill(
         "gantt",
         title=f"Request scheduling: {case.workers} workers, {len(case.layers)} layers",
         verdict=verdict(outcomes),
         facts=_facts(case),
-        table=_rows(outcomes),
+        table=comparison(outcomes),
         runs=[("Command", command)] if command else [],
         data=_data(case, outcomes),
     )
     replace_file(path, page)
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
-    """One sentence: who wins, and by how much over first in, first out (or over the slowest)."""
+def verdict(outcomes: Sequence[ScheduleOutcome]) -> str:
+    """Say in one sentence which policy is the fastest, and by how much over fifo, or over the slowest."""
     best = winner(outcomes)
     time = f"{1000 * best.makespan:.5g} ms"
     first = [o.policy for o in outcomes if o.makespan == best.makespan]
@@ -45,18 +45,18 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return f"{who} {time}, {saved:.1%} less than {other.policy} ({1000 * other.makespan:.5g} ms)."
 
 
-def _rows(outcomes: Sequence[Outcome]) -> list[Row]:
-    """The comparison as text, one row per policy."""
+def comparison(outcomes: Sequence[ScheduleOutcome]) -> list[Row]:
+    """Return the comparison as text, one row per policy."""
     best = winner(outcomes).makespan or 1.0
     return [
         {
-            "Policy": o.policy,
-            "Makespan": f"{1000 * o.makespan:,.1f} ms",
-            "Step": f"{1000 * o.step:,.2f} ms",
-            "To the best": "–" if o.makespan == best else f"{o.makespan / best - 1:+.1%}",
-            "Waiting per step": f"{1000 * sum(o.waiting):,.2f} ms",
-            "Mean staleness": f"{o.staleness_mean:.2f}",
-            "Max staleness": f"{o.staleness_max}",
+            "policy": o.policy,
+            "makespan": f"{1000 * o.makespan:,.1f} ms",
+            "step": f"{1000 * o.step:,.2f} ms",
+            "to the best": "-" if o.makespan == best else f"{o.makespan / best - 1:+.1%}",
+            "waiting": f"{1000 * sum(o.waiting):,.2f} ms",
+            "staleness": f"{o.staleness_mean:.2f}",
+            "most": f"{o.staleness_max}",
         }
         for o in outcomes
     ]
@@ -72,11 +72,11 @@ def _facts(case: Case) -> Pairs:
         ("window", f"{1000 * case.window_seconds():.4g} ms"),
         ("server's link", f"{case.server_rate:g} × a worker's"),
     ]
-    return [*facts, ("latency", f"{1000 * case.latency:.4g} ms")] if case.latency else facts
+    return [*facts, ("one-way delay", f"{1000 * case.latency:.4g} ms")] if case.latency else facts
 
 
-def _data(case: Case, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Everything that the page's script needs; times in milliseconds."""
+def _data(case: Case, outcomes: Sequence[ScheduleOutcome]) -> dict[str, Any]:
+    """Return the data of the page's script; times are in milliseconds."""
     steps = _steps_shown(case, outcomes)
     return {
         "layers": [layer.name for layer in case.layers],
@@ -96,7 +96,7 @@ def _data(case: Case, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _steps_shown(case: Case, outcomes: Sequence[Outcome]) -> int:
+def _steps_shown(case: Case, outcomes: Sequence[ScheduleOutcome]) -> int:
     counts = Counter(i.clock for o in outcomes for i in o.intervals)
     total, shown = 0, 0
     while shown < case.iterations and (total := total + counts[shown]) <= MOST_BARS:
@@ -105,7 +105,7 @@ def _steps_shown(case: Case, outcomes: Sequence[Outcome]) -> int:
 
 
 def _bars(workers: int, intervals: Iterable[Interval]) -> list[dict[str, dict[str, list[float]]]]:
-    """Per worker and lane: start, length, layer, step and slices; slices that follow one another are one bar."""
+    """Return start, length, layer, step and slices by worker and lane; adjacent slices of a layer form one bar."""
     lanes: list[dict[str, dict[str, list[float]]]] = [
         {lane: {"start": [], "ms": [], "layer": [], "step": [], "slices": []} for lane in LANES} for _ in range(workers)
     ]

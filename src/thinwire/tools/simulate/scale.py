@@ -1,4 +1,4 @@
-"""Scaling: from measurements and options to the curves, the checks and the page of `thinwire simulate scale`."""
+"""Model of a step with up to thousands of workers for each exchange, calibrated by measurements."""
 
 import json
 import math
@@ -19,96 +19,96 @@ from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.page import megabytes
 from thinwire.tune.cost import Array
 
-# Bytes of headers that a frame has for every part that it is cut into: its own, and those of about ten tensors.
+# Bytes of headers in every part of a frame that is split: the part's own and those of about ten tensors.
 PART = 350.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker has to do in a step. Seconds are of a processor that it has for itself."""
+    """What a worker does in a step. Times are seconds on a processor of its own."""
 
     elements: int
     frame: float  # bytes of a compressed gradient
     compute: float  # seconds
-    encode: float = 0.0  # seconds to make a frame
-    decode: float = 0.0  # seconds to read one
-    per_byte: float = 0.5e-9  # seconds for each byte that goes through its sockets, either way
-    per_message: float = 20e-6  # seconds for each message that it sends
-    wire: float = 1.0  # what a link really takes for its bytes, in what its rate says
-    buckets: int = 1  # exchanges of a dense step, one after the other
-    overlap: float = 0.0  # share of the computing during which an exchange is under way
+    encode: float = 0.0  # seconds to encode a frame
+    decode: float = 0.0  # seconds to decode one
+    per_byte: float = 0.5e-9  # processor seconds for each byte through a socket, in either direction
+    per_message: float = 20e-6  # processor seconds for each message sent
+    wire: float = 1.0  # measured transfer time over the time that the rate promises
+    buckets: int = 1  # all-reduces of a dense step, one after the other
+    overlap: float = 0.0  # share of the computing time that overlaps with the exchange
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Workers, one to a link; with `per_machine` several share a machine and its bus, and the first has the link."""
+class SimulatedCluster:
+    """Workers with one link each; the hierarchical exchange puts `per_machine` of them on a machine with one link."""
 
-    rate: float  # bits a second, either way, headers taken off; the harmonic mean where links differ
-    latency: float = 0.0  # seconds from one worker to another
+    rate: float  # bits per second in each direction, without headers; the harmonic mean where links differ
+    delay: float = 0.0  # seconds from one worker to another, one way
     stragglers: float = 0.0  # standard deviation of computing times between workers, as a share of their mean
-    rate_spread: float = 0.0  # the same for the time that a byte takes on the workers' links
+    rate_spread: float = 0.0  # the same of the transfer time of a byte on the workers' links
     per_machine: int = 8  # of the hierarchical exchange
-    bus: float = 100e9  # bits a second within a machine
-    cores: int | None = None  # that all workers share, as emulated hosts do; None: everybody has its own
-    switching: float = 0.0  # seconds that a message waits for its receiver's turn on a core
+    bus: float = 100e9  # bits per second within a machine
+    cores: int | None = None  # shared by all workers, as emulated hosts share them; None: each has its own
+    switching: float = 0.0  # seconds that a message waits until its receiver runs
 
     def __post_init__(self) -> None:
-        if not (self.rate > 0.0 and self.bus > 0.0 and self.latency >= 0.0):
-            raise ValueError("a rate is above 0 and a latency at least 0")
+        if not (self.rate > 0.0 and self.bus > 0.0 and self.delay >= 0.0):
+            raise ValueError("a rate is above 0 and a delay at least 0")
         if not (0.0 <= self.stragglers <= 5.0 and 0.0 <= self.rate_spread <= 5.0):
             raise ValueError("a spread is a share of the mean from 0 to 5, such as 0.2")
 
     def share(self, workers: int) -> float:
-        """How much longer computing takes because cores are shared."""
+        """Return how many times longer computing takes because cores are shared."""
         return max(1.0, workers / self.cores) if self.cores else 1.0
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What one step of an exchange asks for."""
+class ScaleTraffic:
+    """The communication of one step of an exchange."""
 
     busiest: float  # bytes on the busiest link, one way
     sent: float  # bytes that a worker sends
-    rounds: float  # hops that follow one another
-    messages: float  # that a worker sends
-    encodes: float = 0.0  # frames that are made, one after the other
-    decodes: float = 0.0  # frames that are read, one after the other
+    rounds: float  # messages that must follow one another
+    messages: float  # sent by a worker
+    encodes: float = 0.0  # frames encoded one after the other
+    decodes: float = 0.0  # frames decoded one after the other
     inside: float = 0.0  # bytes over a machine's bus
 
 
-def star(n: int, task: Task, cluster: Cluster) -> Traffic:
-    """A parameter server with a link like the workers': frames both ways, all of them over that link."""
-    return Traffic(2.0 * n * task.frame, task.frame, 2.0, 1.0, encodes=2.0, decodes=n + 1.0)
+def star(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
+    """A parameter server whose link has a worker's rate; all frames cross it in both directions."""
+    return ScaleTraffic(2.0 * n * task.frame, task.frame, 2.0, 1.0, encodes=2.0, decodes=n + 1.0)
 
 
-def ring(n: int, task: Task, cluster: Cluster) -> Traffic:
+def ring(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
     """DDP's all-reduce of the whole gradient."""
     volume, rounds = 2.0 * 4.0 * task.elements * (n - 1) / n, 2.0 * (n - 1) * task.buckets
-    return Traffic(volume, volume, rounds, rounds)
+    return ScaleTraffic(volume, volume, rounds, rounds)
 
 
-def gather(n: int, task: Task, cluster: Cluster) -> Traffic:
-    """Everybody's frame to everybody."""
+def gather(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
+    """An all-gather of the frames."""
     volume = (n - 1) * task.frame
-    return Traffic(volume, volume, 1.0, n - 1.0, encodes=1.0, decodes=float(n))
+    return ScaleTraffic(volume, volume, 1.0, n - 1.0, encodes=1.0, decodes=float(n))
 
 
-def scatter_reduce(n: int, task: Task, cluster: Cluster) -> Traffic:
-    """Parts of a frame to their owners, and the owners' results to everybody."""
-    # The owners keep so much of the sums that both rounds are two frames together, if there is so much to keep.
+def scatter_reduce(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
+    """A reduce-scatter of the frames' parts, then an all-gather of the reduced parts."""
+    # A reduced part is limited so that both rounds together send the bytes of two frames at most.
     results = min((2.0 * n / (n - 1) - 1.0) / n, 1.0)
     volume = (n - 1) * (task.frame / n + task.frame * results + 2.0 * PART)
-    return Traffic(volume, volume, 2.0, 2.0 * (n - 1), encodes=2.0, decodes=2.0)
+    return ScaleTraffic(volume, volume, 2.0, 2.0 * (n - 1), encodes=2.0, decodes=2.0)
 
 
-def hierarchical(n: int, task: Task, cluster: Cluster) -> Traffic:
-    """Dense within a machine, a gather of frames between the machines' first workers."""
+def hierarchical(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
+    """A dense reduction within each machine, an all-gather of frames between the machines' first workers."""
     within, machines = min(n, cluster.per_machine), max(1, math.ceil(n / cluster.per_machine))
     between = gather(machines, task, cluster)
     inside = 2.0 * 4.0 * task.elements if within > 1 else 0.0
     per_worker = between.sent * machines / n
     hops = 2.0 * math.ceil(math.log2(within)) if within > 1 else 0.0
-    return Traffic(
+    return ScaleTraffic(
         between.busiest,
         per_worker,
         between.rounds if machines > 1 else 0.0,
@@ -119,7 +119,7 @@ def hierarchical(n: int, task: Task, cluster: Cluster) -> Traffic:
     )
 
 
-EXCHANGES: dict[str, Callable[[int, Task, Cluster], Traffic]] = {
+EXCHANGES: dict[str, Callable[[int, Task, SimulatedCluster], ScaleTraffic]] = {
     "star": star,
     "ring": ring,
     "gather": gather,
@@ -129,22 +129,22 @@ EXCHANGES: dict[str, Callable[[int, Task, Cluster], Traffic]] = {
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """One exchange with so many workers."""
+class ScalePrediction:
+    """What is predicted for one exchange and one number of workers."""
 
     exchange: str
     workers: int
     seconds: float
     sent: float  # bytes per worker and step
-    efficiency: float  # computing of one worker alone, as a share of the step
+    efficiency: float  # share of the step that is computing
 
 
-def predict(exchange: str, workers: int, task: Task, cluster: Cluster) -> Scaled:
-    """A step with one exchange; `none` is a step without any."""
+def predict(exchange: str, workers: int, task: Task, cluster: SimulatedCluster) -> ScalePrediction:
+    """Predict a step with an exchange; `none` is a step without communication."""
     share = cluster.share(workers)
     computing = task.compute * share * slowest(workers, cluster.stragglers)
     if exchange == "none":
-        return Scaled(exchange, workers, computing, 0.0, 1.0 / slowest(workers, cluster.stragglers))
+        return ScalePrediction(exchange, workers, computing, 0.0, 1.0 / slowest(workers, cluster.stragglers))
     traffic = EXCHANGES[exchange](workers, task, cluster)
     spent = (
         traffic.encodes * task.encode
@@ -153,68 +153,68 @@ def predict(exchange: str, workers: int, task: Task, cluster: Cluster) -> Scaled
         + traffic.messages * (task.per_message + cluster.switching)
     )
     wire = task.wire * on_wire(traffic, workers, cluster)
-    exchanging = wire + traffic.rounds * cluster.latency + 8.0 * traffic.inside / cluster.bus + spent * share
+    exchanging = wire + traffic.rounds * cluster.delay + 8.0 * traffic.inside / cluster.bus + spent * share
     seconds = computing + max(exchanging - task.overlap * task.compute * share, 0.0)
-    return Scaled(exchange, workers, seconds, traffic.sent, task.compute * share / max(seconds, 1e-12))
+    return ScalePrediction(exchange, workers, seconds, traffic.sent, task.compute * share / max(seconds, 1e-12))
 
 
-def on_wire(traffic: Traffic, workers: int, cluster: Cluster) -> float:
-    """Seconds that the busiest link takes, by its rate."""
+def on_wire(traffic: ScaleTraffic, workers: int, cluster: SimulatedCluster) -> float:
+    """Return the seconds that the busiest link takes at its rate."""
     return 8.0 * traffic.busiest / cluster.rate * slowest(workers, cluster.rate_spread)
 
 
 @lru_cache(maxsize=4096)
 def slowest(n: int, spread: float) -> float:
-    """The expected maximum of n times whose mean is 1 and whose standard deviation is `spread`, by a log-normal law."""
+    """Return the expected maximum of n log-normal times with mean 1 and standard deviation `spread`."""
     if n <= 1 or spread == 0.0:
         return 1.0
     sigma = math.sqrt(math.log1p(spread * spread))
     z = np.linspace(-9.0, 9.0 + sigma, 20001)
     below = 0.5 * (1.0 + np.vectorize(math.erf)(z / math.sqrt(2.0)))
     times = np.exp(sigma * z - 0.5 * sigma * sigma)
-    # The mean of the law of the maximum, whose distribution is that of one to the n-th power.
+    # The distribution function of the maximum is that of a single time to the n-th power.
     return float(np.sum(0.5 * (times[1:] + times[:-1]) * np.diff(below**n)))
 
 
-# What is fitted, in the order of the columns.
+# The fitted parameters, in the order of the columns.
 _FITTED = ("compute", "per_byte", "switching", "wire")
 _OVERLAPS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step that was measured; the exchange `none` stands for a step without any."""
+    """A measured step; the exchange `none` is a step without communication."""
 
     exchange: str
     workers: int
-    rate: float  # bits a second
+    rate: float  # bits per second
     seconds: float
     sent: float  # bytes per worker
-    codec: float = 0.0  # seconds of processor time for encoding and decoding
+    codec: float = 0.0  # processor seconds for encoding and decoding
 
 
-def calibrated(points: Sequence[Point], task: Task, cluster: Cluster) -> tuple[Task, Cluster]:
-    """Task and cluster with their times as the points have them; ValueError where they tell too little."""
+def calibrated(points: Sequence[Point], task: Task, cluster: SimulatedCluster) -> tuple[Task, SimulatedCluster]:
+    """Fit the times of task and cluster to measured steps; ValueError if there are too few."""
     if not any(p.exchange == "none" for p in points) or len(points) < 2:
-        raise ValueError("to calibrate, measurements must have a step without exchange and at least one with")
+        raise ValueError("calibration needs a measured step without communication and at least one with an exchange")
     frames = [p.sent / (p.workers - 1) for p in points if p.exchange == "gather"]
     known = _with_codec(points, replace(task, frame=float(np.median(frames))) if frames else task, cluster)
     fits = [_fit(points, replace(known, overlap=overlap), cluster) for overlap in _OVERLAPS]
     return min(fits, key=lambda fit: max(abs(off(p, *fit)) for p in points))
 
 
-def off(point: Point, task: Task, cluster: Cluster) -> float:
-    """By what share of itself a measured step is missed."""
+def off(point: Point, task: Task, cluster: SimulatedCluster) -> float:
+    """Return the relative error of the prediction of a measured step."""
     return predict(point.exchange, point.workers, task, at(cluster, point)).seconds / point.seconds - 1.0
 
 
-def at(cluster: Cluster, point: Point) -> Cluster:
-    """The cluster with the rate that a point was measured at."""
+def at(cluster: SimulatedCluster, point: Point) -> SimulatedCluster:
+    """Return the cluster with the rate at which a point was measured."""
     return replace(cluster, rate=point.rate)
 
 
-def _fit(points: Sequence[Point], task: Task, cluster: Cluster) -> tuple[Task, Cluster]:
-    """Columns are what one unit of each unknown adds to a step; what is known is taken off first."""
+def _fit(points: Sequence[Point], task: Task, cluster: SimulatedCluster) -> tuple[Task, SimulatedCluster]:
+    """Fit by least squares: a column is what one unit of a parameter adds to each step; known times are subtracted."""
     empty, still = _with(task, cluster, [0.0] * len(_FITTED))
     columns = np.array([[_unit(p, empty, name, still) for name in _FITTED] for p in points])
     fixed = np.array([predict(p.exchange, p.workers, empty, at(still, p)).seconds for p in points])
@@ -223,13 +223,13 @@ def _fit(points: Sequence[Point], task: Task, cluster: Cluster) -> tuple[Task, C
     return _with(task, cluster, solution.tolist())
 
 
-def _with(task: Task, cluster: Cluster, values: Sequence[float]) -> tuple[Task, Cluster]:
+def _with(task: Task, cluster: SimulatedCluster, values: Sequence[float]) -> tuple[Task, SimulatedCluster]:
     compute, per_byte, switching, wire = values
     return replace(task, compute=compute, per_byte=per_byte, wire=wire), replace(cluster, switching=switching)
 
 
-def _with_codec(points: Sequence[Point], task: Task, cluster: Cluster) -> Task:
-    """What it takes to make and to read a frame, from the processor time that exchanges used for that."""
+def _with_codec(points: Sequence[Point], task: Task, cluster: SimulatedCluster) -> Task:
+    """Fit the times of encoding and decoding a frame to the measured processor times of the codec."""
     timed = [(EXCHANGES[p.exchange](p.workers, task, cluster), p.codec) for p in points if p.codec > 0.0]
     if not timed:
         return task
@@ -239,8 +239,8 @@ def _with_codec(points: Sequence[Point], task: Task, cluster: Cluster) -> Task:
     return replace(task, encode=float(encode), decode=float(decode))
 
 
-def _unit(point: Point, task: Task, name: str, cluster: Cluster) -> float:
-    """Seconds of a step for one second of an unknown."""
+def _unit(point: Point, task: Task, name: str, cluster: SimulatedCluster) -> float:
+    """Return the seconds that one unit of a parameter adds to a step."""
     if point.exchange == "none" and name != "compute":
         return 0.0
     place = at(cluster, point)
@@ -255,7 +255,7 @@ def _unit(point: Point, task: Task, name: str, cluster: Cluster) -> float:
 
 
 def _least_squares(columns: Array, wanted: Array) -> Array:
-    """Unknowns that come out negative are zero, and the others are found without them."""
+    """Solve by least squares; the most negative unknown becomes 0 and the rest is solved again until none is left."""
     used = [i for i in range(columns.shape[1]) if np.any(columns[:, i])]
     solution = np.zeros(columns.shape[1])
     while used:
@@ -269,21 +269,22 @@ def _least_squares(columns: Array, wanted: Array) -> Array:
     return solution
 
 
-# By the beginning of what `thinwire bench ddp` says of a row's exchange.
+# Exchanges by the class names that `thinwire bench ddp` writes.
 _MEASURED = {"Gather": "gather", "ScatterReduce": "scatter-reduce", "Hierarchical": "hierarchical"}
 
 
 def read_points(path: Path) -> list[Point]:
-    """The steps in a file of `thinwire bench ddp --json`; methods that the model does not know are left out."""
+    """Read the steps in a file of `thinwire bench ddp --json`; methods that the model does not cover are left out."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        hosts, rate, rows = int(found["hosts"]), parse_rate(found["rate"]), found["rows"]
+        rate, rows = parse_rate(found["rate"]), found["rows"]
+        workers = int(found["workers"] if "workers" in found else found["hosts"])  # older files call them hosts
         idle = next(float(row["bytes_sent"]) for row in rows if row["name"] == "infinite")
         points = [
-            # What a step without exchange sends (barriers, DDP's own) is no exchange's.
+            # What a step without communication sends anyway (barriers) is subtracted.
             Point(
                 exchange,
-                hosts,
+                workers,
                 GOODPUT * (rate or 0),
                 float(row["step_ms"]) / 1e3,
                 max(float(row["bytes_sent"]) - idle, 0.0),
@@ -308,21 +309,22 @@ def _exchange(row: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The prediction, and how it compares with what was measured on hosts that share `lab.cores`."""
+    """The predictions, and their comparison with steps measured on hosts that share the cores of `lab`."""
 
     task: Task
-    cluster: Cluster
+    cluster: SimulatedCluster
     exchanges: tuple[str, ...]
     workers: tuple[int, ...]
     points: tuple[Point, ...]
-    lab: Cluster
+    lab: SimulatedCluster
     command: str
 
-    def curve(self, exchange: str) -> list[Scaled]:
+    def curve(self, exchange: str) -> list[ScalePrediction]:
+        """Return the predictions of an exchange for all numbers of workers."""
         return [predict(exchange, n, self.task, self.cluster) for n in self.workers]
 
     def fastest(self) -> list[tuple[str, int]]:
-        """Which exchange is the fastest up to which number of workers."""
+        """Return which exchange is the fastest up to which number of workers."""
         best = [min(self.exchanges, key=lambda e: predict(e, n, self.task, self.cluster).seconds) for n in self.workers]
         found = []
         for exchange, group in groupby(zip(best, self.workers, strict=True), key=lambda pair: pair[0]):
@@ -330,7 +332,7 @@ class Scaling:
         return found
 
     def verdict(self) -> str:
-        """Who is fastest where, and how far the model is from what was measured."""
+        """Say which exchange is the fastest, and how far the model is from the measurements."""
         parts = self.fastest()
         words = ", then ".join(f"{e} up to {n:,}" for e, n in parts[:-1])
         last, most = parts[-1]
@@ -348,7 +350,7 @@ class Scaling:
         return said
 
     def checks(self) -> list[dict[str, Any]]:
-        """Every measured step and what the model says."""
+        """Return every measured step with its prediction."""
         return [
             {
                 "exchange": p.exchange,
@@ -364,7 +366,7 @@ class Scaling:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Under the names that machines rely on."""
+        """Return the figures for `--json`."""
         return {
             "task": asdict(self.task),
             "cluster": asdict(self.cluster),
@@ -377,7 +379,7 @@ class Scaling:
         }
 
     def rows(self) -> list[Row]:
-        """A line for each exchange: the step with some numbers of workers."""
+        """Return the table: for each exchange the step times with some numbers of workers."""
         shown = _some(self.workers, 6)
         table: list[Row] = []
         for exchange in self.exchanges:
@@ -390,7 +392,7 @@ class Scaling:
         return table
 
     def page(self, path: Path) -> None:
-        """Write the page."""
+        """Write the page with plots."""
         task, cluster = self.task, self.cluster
         write_page(
             path,
@@ -401,7 +403,7 @@ class Scaling:
                 "parameters": f"{task.elements:,}",
                 "frame": megabytes(task.frame),
                 "computing": _ms(task.compute),
-                "latency": f"{1e3 * cluster.latency:.3g} ms",
+                "delay": f"{1e3 * cluster.delay:.3g} ms",
                 "stragglers": f"±{cluster.stragglers:.0%}",
                 "links": f"±{cluster.rate_spread:.0%}",
             },
@@ -427,7 +429,7 @@ class Scaling:
         }
 
     def _lab(self) -> list[dict[str, Any]]:
-        """For each rate that was measured: curves with shared cores, and the points."""
+        """Return for each measured rate the curves with shared cores and the measured steps."""
         checks, figures = self.checks(), []
         for rate in dict.fromkeys(check["rate"] for check in checks):
             here = [check for check in checks if check["rate"] == rate]
@@ -441,7 +443,7 @@ class Scaling:
 
 
 def _some(workers: Sequence[int], most: int) -> list[int]:
-    """A few of many, the first and the last among them."""
+    """Return at most so many numbers of workers, evenly chosen, with the first and the last."""
     if len(workers) <= most:
         return list(workers)
     return [workers[round(i * (len(workers) - 1) / (most - 1))] for i in range(most)]

@@ -1,6 +1,6 @@
-"""The model of the scheduler: a parameter server and its workers as events, with the pools and policies themselves.
+"""A discrete-event simulation of request scheduling: a parameter server, its workers, and the real scheduling pools.
 
-The same case has the same outcome to the last bit: nothing is random, and equal times have a fixed order.
+It is deterministic: nothing is random, and events at the same time have a fixed order.
 """
 
 import heapq
@@ -18,18 +18,18 @@ Doing = Literal["forward", "backward", "push", "pull"]
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated. Times are seconds; a tuple has one figure per layer or per worker."""
+    """What is simulated. Times are in seconds; a tuple has one figure per layer or per worker."""
 
     layers: tuple[LayerTimes, ...]
     workers: int
     iterations: int
-    staleness: int = 0  # B: step c may use a copy that has all pushes of the steps before c - B
+    staleness: int = 0  # B: step c may use parameters that include all pushes of the steps before c - B
     slices: tuple[int, ...] = ()  # of each layer; empty: one each
-    versions: Literal["slice", "layer"] = "slice"  # what the server counts, and answers as soon as it is whole
-    waits_for: Literal["answer", "copy"] = "answer"  # a forward pass: to this step's pull, or any within the bound
-    window: float | None = None  # seconds of transfer under way unacknowledged; None: two of the largest slices
-    server_rate: float = 1.0  # the server's link, in links of a worker
-    latency: float = 0.0  # one way
+    versions: Literal["slice", "layer"] = "slice"  # the unit that the server counts, and answers when it is complete
+    waits_for: Literal["answer", "copy"] = "answer"  # of this step's pull, or any copy within the bound
+    window: float | None = None  # seconds of transfer in flight; None: two of the largest slices
+    server_rate: float = 1.0  # rate of the server's link over a worker's
+    latency: float = 0.0  # one-way delay
     slowness: tuple[float, ...] = ()  # of each worker: factor on its computation; empty: 1 each
 
     def __post_init__(self) -> None:
@@ -43,26 +43,26 @@ class Case:
         _check(len(slow) in (0, self.workers), f"{self.workers} workers need {self.workers} figures of slowness")
         _check(all(0 < n < math.inf for n in slow), "the slowness of a worker must be more than 0")
         _check(self.versions in ("slice", "layer"), f'versions are of a "slice" or a "layer", not {self.versions!r}')
-        _check(self.waits_for in ("answer", "copy"), f'one waits for an "answer" or a "copy", not {self.waits_for!r}')
+        _check(self.waits_for in ("answer", "copy"), f'waits_for is an "answer" or a "copy", not {self.waits_for!r}')
         _check(0 < self.server_rate < math.inf, f"the server's rate must be more than 0, not {self.server_rate}")
         _check(0 <= self.latency < math.inf, f"the latency must be 0 or more, not {self.latency}")
         _check(self.window is None or 0 < self.window < math.inf, f"the window must be more than 0, not {self.window}")
 
     def slices_of(self, layer: int) -> int:
-        """In how many parts a layer travels."""
+        """Return in how many slices a layer is sent."""
         return self.slices[layer] if self.slices else 1
 
     def part_seconds(self, layer: int) -> float:
-        """What one slice takes on a worker's link."""
+        """Return the transfer time of one slice on a worker's link."""
         return self.layers[layer].transfer / self.slices_of(layer)
 
     def window_seconds(self) -> float:
-        """The window of every pool: one slice arrives while the other's acknowledgement is on its way."""
+        """Return the window of every pool; two slices keep the link busy while acknowledgements travel."""
         return self.window or 2 * max(self.part_seconds(layer) for layer in range(len(self.layers)))
 
 
 def even_slices(layers: Sequence[LayerTimes], of_largest: int) -> tuple[int, ...]:
-    """Cutoff every layer into slices of one size, as the server does; the layer that takes longest into so many."""
+    """Return the number of equal slices of each layer, where the largest layer has `of_largest` slices."""
     _check(of_largest > 0, f"the largest layer must have at least one slice, not {of_largest}")
     size = max(layer.transfer for layer in layers) / of_largest
     return tuple(max(1, math.ceil(layer.transfer / size - 1e-9)) if size else 1 for layer in layers)
@@ -75,7 +75,7 @@ def _check(holds: bool, otherwise: str) -> None:
 
 @dataclass(frozen=True)
 class Interval:
-    """What a worker, or its link, did from `start` to `end`."""
+    """What a worker or its link did from `start` to `end`."""
 
     worker: int
     doing: Doing
@@ -87,37 +87,37 @@ class Interval:
 
 
 @dataclass
-class Outcome:
-    """What one policy makes of a case, in seconds."""
+class ScheduleOutcome:
+    """The result of one policy in a case; times are in seconds."""
 
     policy: str
-    makespan: float = 0.0  # until the last push has arrived
+    makespan: float = 0.0  # time at which the last push arrives
     step: float = 0.0  # makespan over iterations
-    staleness_mean: float = 0.0  # steps by which the copies that were used lagged behind
+    staleness_mean: float = 0.0  # steps by which the used parameters were behind
     staleness_max: int = 0
-    waiting: list[float] = field(default_factory=list)  # per layer: how long a forward pass waited for it, mean
+    waiting: list[float] = field(default_factory=list)  # per layer: mean time that a forward pass waited for it
     intervals: list[Interval] = field(default_factory=list)
 
 
-def winner(outcomes: Sequence[Outcome]) -> Outcome:
-    """The least makespan; of equal ones the least staleness, then one that does not starve, then the first named."""
+def winner(outcomes: Sequence[ScheduleOutcome]) -> ScheduleOutcome:
+    """Return the outcome with the least makespan; ties go to less staleness, then to policies other than filo."""
     return min(outcomes, key=lambda outcome: (outcome.makespan, outcome.staleness_mean, outcome.policy == "filo"))
 
 
 T = TypeVar("T")
 
-# Times are rounded to a nanosecond, so that what should happen together does in spite of floating point.
+# Times are rounded to a nanosecond, so that rounding errors do not separate simultaneous events.
 TICK = 1e-9
 
 
 def rounded(seconds: float) -> float:
-    """A time on the grid of nanoseconds."""
+    """Round a time to nanoseconds."""
     return round(seconds, 9)
 
 
 @dataclass(frozen=True)
 class Delivery(Generic[T]):
-    """A message that has come through, and when it was first and last on the wire."""
+    """A delivered message, with the begin and the end of its transfer."""
 
     lane: int
     message: T
@@ -126,35 +126,34 @@ class Delivery(Generic[T]):
 
 
 class SharedLink(Generic[T]):
-    """One direction of all links: a lane per worker, in each of which messages keep their order.
+    """One direction of all links: a lane per worker, each of which keeps the order of its messages.
 
-    A size is the seconds that a message takes on a worker's link alone; the server's link is `server_rate`
-    times as fast as one worker's.
+    A size is the transfer time in seconds on an idle worker's link; the server's link is `server_rate` times as fast.
     """
 
     def __init__(self, lanes: int, server_rate: float) -> None:
         self._server_rate = server_rate
         self._queues: list[deque[tuple[float, T]]] = [deque() for _ in range(lanes)]
         self._started = [0.0] * lanes
-        # All active streams get the same rate, so one count of seconds of service serves them all.
+        # All active lanes get the same rate, so one count of served seconds holds for all of them.
         self._service = 0.0
         self._at = 0.0
-        self._ends: list[tuple[float, int]] = []  # service at which each active lane's first message is through
+        self._ends: list[tuple[float, int]] = []  # service at which each active lane's first message is delivered
 
     def send(self, lane: int, message: T, size: float) -> None:
-        """Put a message at the end of a lane, at the time that the link was last advanced to."""
+        """Append a message to a lane, at the time of the last `advance`."""
         self._queues[lane].append((size, message))
         if len(self._queues[lane]) == 1:
             self._begin(lane, self._service)
 
     def next_time(self) -> float | None:
-        """When the next message will be through if nothing else is sent before."""
+        """Return when the next message is delivered if nothing else is sent before."""
         if not self._ends:
             return None
         return max(self._at, rounded(self._at + (self._ends[0][0] - self._service) / self._rate()))
 
     def advance(self, now: float) -> list[Delivery[T]]:
-        """Let time pass, no further than `next_time`; returns what has come through."""
+        """Advance the time, no further than `next_time`; return the delivered messages."""
         if self._ends:
             self._service += (now - self._at) * self._rate()
         self._at = now
@@ -176,7 +175,7 @@ class SharedLink(Generic[T]):
 
 
 def _size(seconds: float) -> int:
-    # Pools count whole bytes; in the model a byte is what a worker's link carries in a nanosecond.
+    # Pools count whole bytes; here a byte is what a worker's link carries in a nanosecond.
     return round(seconds * 1e9)
 
 
@@ -185,41 +184,41 @@ def _window(case: Case) -> int:
 
 
 def _zeros(case: Case) -> list[list[int]]:
-    """A figure for each slice of each layer."""
+    """Return a zero for each slice of each layer."""
     return [[0] * case.slices_of(layer) for layer in range(len(case.layers))]
 
 
 class SimulatedWorker:
-    """One worker: its requests, its place in the step, and whether it computes."""
+    """One worker: its requests, its position in the step, and whether it computes."""
 
     def __init__(self, case: Case, policy: str, number: int) -> None:
         self.case, self.number = case, number
         self.pool = Pool(policy, Staleness.at_start(len(case.layers), case.workers), _window(case))
         self.slowness = case.slowness[number] if case.slowness else 1.0
-        self.clock, self.place = 0, 0  # places of a step: forward of each layer, then backward of each
+        self.clock, self.place = 0, 0  # positions in a step: forward of each layer, then backward
         self.busy, self.ready_since = False, 0.0
         self.copy = _zeros(case)  # the version of each slice
         self.answered = _zeros(case)  # the clock of each slice's last answer
 
     def task(self) -> tuple[Doing, int] | None:
-        """What it would compute next, unless it computes or is done."""
+        """Return the pass that it computes next, or None if it computes or is done."""
         layers = len(self.case.layers)
         if self.busy or self.clock == self.case.iterations:
             return None
         return ("forward", self.place) if self.place < layers else ("backward", 2 * layers - 1 - self.place)
 
     def lag(self, layer: int) -> int:
-        """How many steps its copy of a layer is behind."""
+        """Return how many steps its copy of a layer is behind."""
         return self.clock - min(self.copy[layer])
 
     def may_use(self, layer: int) -> bool:
-        """Whether a forward pass need not wait for a layer."""
+        """Return whether a forward pass may use a layer now."""
         if self.case.waits_for == "answer":
             return min(self.answered[layer]) >= self.clock
         return self.lag(layer) <= self.case.staleness
 
     def finish(self, doing: Doing, layer: int, now: float) -> None:
-        """A layer's pass is done; after its backward pass each slice is pushed, and pulled for the next step."""
+        """Finish a layer's pass; after a backward pass each slice is pushed, and pulled for the next step."""
         if doing == "backward":
             for request in self._requests(layer):
                 self.pool.put(request)
@@ -234,22 +233,22 @@ class SimulatedWorker:
             return pushes
         pulls = [Request("pull", layer, part, self.clock + 1, 0) for part in parts]
         if self.case.versions == "layer":
-            return pushes + pulls  # no pull can bring this step before its last push is there
+            return pushes + pulls  # no pull can be answered with this step before its last push has arrived
         return [request for pair in zip(pushes, pulls, strict=True) for request in pair]
 
-    def take(self, answer: "Answer") -> None:
-        """A slice has come; a copy is as new as its oldest slice."""
+    def take(self, answer: "SimulatedAnswer") -> None:
+        """Receive a slice; a copy of a layer is as new as its oldest slice."""
         layer, part = answer.request.layer, answer.request.part
         self.copy[layer][part], self.answered[layer][part] = answer.version, answer.request.clock
         self.pool.known.here[layer] = min(self.copy[layer])
 
     def hear(self, lowest: list[int], holders: list[int]) -> None:
-        """An acknowledgement told where the server's minima are."""
+        """Receive the server's minima with an acknowledgement."""
         self.pool.known.lowest[:], self.pool.known.holders[:] = lowest, holders
 
 
 @dataclass(frozen=True)
-class Answer:
+class SimulatedAnswer:
     """A slice of the parameters on its way to a worker."""
 
     request: Request
@@ -257,24 +256,24 @@ class Answer:
 
 
 class SimulatedServer:
-    """The server: what has arrived, who waits for which version, and a pool of answers per worker."""
+    """The server: the pushes that have arrived, the pulls that wait, and a pool of answers for each worker."""
 
     def __init__(self, case: Case, policy: str) -> None:
         self.case, layers, workers = case, len(case.layers), case.workers
         # The clock of each worker, of each slice of each layer.
         self.clocks = [[[0] * workers for _ in range(case.slices_of(layer))] for layer in range(layers)]
-        self.sent = [_zeros(case) for _ in range(workers)]  # the version of each slice that went to each worker
+        self.sent = [_zeros(case) for _ in range(workers)]  # the version of each slice that was sent to each worker
         self.lowest, self.holders = [0] * layers, [workers] * layers
         known = [Staleness(self.lowest, self.holders, [0] * layers) for _ in range(workers)]
         self.pools = [Pool(policy, one, _window(case)) for one in known]
-        self.asked: list[list[tuple[int, Request]]] = [[] for _ in range(layers)]  # pulls that wait, and whose
+        self.asked: list[list[tuple[int, Request]]] = [[] for _ in range(layers)]  # waiting pulls, with their workers
 
     def version(self, layer: int, part: int) -> int:
-        """All pushes of the clocks before it have arrived: of this slice, or of its whole layer."""
+        """Return the number of complete steps of a slice, or of its whole layer."""
         return min(self.clocks[layer][part]) if self.case.versions == "slice" else self.lowest[layer]
 
     def take(self, number: int, request: Request) -> set[int]:
-        """A push counts, a pull waits until its version is reached; returns the workers that now have an answer."""
+        """Count a push, or keep a pull until its version is reached; return the workers that now have an answer."""
         layer = request.layer
         if request.kind == "pull":
             self.asked[layer].append((number, request))
@@ -292,8 +291,8 @@ class SimulatedServer:
                 self.asked[layer].append((worker, pull))
         return answered
 
-    def answer(self, number: int) -> Answer | None:
-        """The next answer to a worker. It is made when it goes, not when it was asked for: it is that much newer."""
+    def answer(self, number: int) -> SimulatedAnswer | None:
+        """Return the next answer to a worker; its version is that of the time at which it is sent."""
         pool, sent = self.pools[number], self.sent[number]
         request = pool.next()
         if request is None:
@@ -301,16 +300,16 @@ class SimulatedServer:
         layer, part = request.layer, request.part
         sent[layer][part] = version = self.version(layer, part)
         pool.known.here[layer] = min(sent[layer])
-        return Answer(request, version)
+        return SimulatedAnswer(request, version)
 
 
-def simulate(case: Case, policy: str) -> Outcome:
-    """Run one policy through a case."""
+def simulate(case: Case, policy: str) -> ScheduleOutcome:
+    """Simulate a case with one policy."""
     return _Simulation(case, check_policy(policy)).run()
 
 
-def compare(case: Case, policies: Sequence[str]) -> list[Outcome]:
-    """Run several policies through a case, in the order given."""
+def compare(case: Case, policies: Sequence[str]) -> list[ScheduleOutcome]:
+    """Simulate a case with several policies, in the given order."""
     for policy in policies:
         check_policy(policy)
     return [simulate(case, policy) for policy in policies]
@@ -318,22 +317,22 @@ def compare(case: Case, policies: Sequence[str]) -> list[Outcome]:
 
 class _Simulation:
     def __init__(self, case: Case, policy: str) -> None:
-        self.case, self.outcome = case, Outcome(policy)
+        self.case, self.outcome = case, ScheduleOutcome(policy)
         self.workers = [SimulatedWorker(case, policy, number) for number in range(case.workers)]
         self.server = SimulatedServer(case, policy)
         self.up: SharedLink[Request] = SharedLink(case.workers, case.server_rate)
-        self.down: SharedLink[Answer] = SharedLink(case.workers, case.server_rate)
+        self.down: SharedLink[SimulatedAnswer] = SharedLink(case.workers, case.server_rate)
         self.waits = [0.0] * len(case.layers)
         self.lags: list[int] = []
         self.now, self.order = 0.0, 0
-        self.stirred = set(range(case.workers))  # for whom something happened, so that something may begin
+        self.stirred = set(range(case.workers))  # workers that may be able to begin something
         self.events: list[tuple[float, int, Callable[[], None]]] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> ScheduleOutcome:
         self._begin()
         while (moment := self._next_time()) is not None:
             self.now = moment
-            # Everything of this moment happens before anything is chosen, so that a choice sees all of it.
+            # All events of this moment come before any choice, so that a choice sees all of them.
             for pushed in self.up.advance(moment):
                 self._up_through(pushed)
             for pulled in self.down.advance(moment):
@@ -342,7 +341,7 @@ class _Simulation:
                 heapq.heappop(self.events)[2]()
             self._begin()
         steps = self.case.iterations * self.case.workers
-        assert all(worker.clock == self.case.iterations for worker in self.workers), "somebody waits for ever"
+        assert all(worker.clock == self.case.iterations for worker in self.workers), "a worker waits for ever"
         self.outcome.step = self.outcome.makespan / self.case.iterations
         self.outcome.staleness_mean, self.outcome.staleness_max = sum(self.lags) / len(self.lags), max(self.lags)
         self.outcome.waiting = [seconds / steps for seconds in self.waits]
@@ -357,7 +356,7 @@ class _Simulation:
         self.order += 1
 
     def _begin(self) -> None:
-        """Whatever can begin does: layers' passes, and the requests that fit in the windows."""
+        """Begin what can begin: passes of layers, and requests that fit into the windows."""
         stirred, self.stirred = sorted(self.stirred), set()
         for worker in (self.workers[number] for number in stirred):
             self._compute(worker)
@@ -404,7 +403,7 @@ class _Simulation:
             self.outcome.makespan = rounded(self.now + self.case.latency)
         self._later(self.case.latency, arrive)
 
-    def _down_through(self, delivery: Delivery[Answer]) -> None:
+    def _down_through(self, delivery: Delivery[SimulatedAnswer]) -> None:
         request, worker = delivery.message.request, self.workers[delivery.lane]
         pool = self.server.pools[worker.number]
 
