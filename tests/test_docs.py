@@ -139,12 +139,11 @@ def test_the_readme_fits_two_screens_and_a_package_index() -> None:
 def commands_in(text: str) -> Iterator[str]:
     """Return every `thinwire ...` command of a document, in blocks of code and between backticks."""
     joined = re.sub(r"\\\n\s*", " ", text)
-    for line in joined.splitlines():
-        code = line.strip()
-        if (line.startswith("    ") or code.startswith("thinwire ")) and (
-            found := re.search(r"(?:^|\s)thinwire \S.*", code)
-        ):
-            yield found[0].strip()
+    indented = re.findall(r"^ {4}(.*)$", FENCE.sub("", joined), re.MULTILINE)
+    fenced = [line for fence in FENCE.finditer(joined) for line in fence[0].splitlines()]
+    for line in indented + fenced:
+        if found := re.search(r"^(?:[^#]*\s)?(thinwire [a-z-].*)", line):
+            yield found[1]
     yield from re.findall(r"`(thinwire [^`\n]+)`", FENCE.sub("", text))
 
 
