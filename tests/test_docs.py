@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,3 +173,8 @@ def test_commands_exist(document: Path) -> None:
         return
     problems = [f"{line}: {problem}" for line in commands_in(document.read_text()) if (problem := problem_of(line))]
     assert not problems, f"{name_of(document)}:\n" + "\n".join(problems)
+
+
+def test_the_reference_of_the_command_line_is_current() -> None:
+    document = runpy.run_path(str(DOCS / "reference.py"))["document"]
+    assert (DOCS / "cli.md").read_text() == document(), "docs/cli.md is out of date: run python docs/reference.py"
