@@ -1,5 +1,6 @@
 """The documents hold together: links, pages, commands, and a reference of every public name."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -134,7 +135,13 @@ def test_the_readme_fits_two_screens_and_a_package_index() -> None:
         assert (PROJECT / name).exists(), f"the README names {name}, which does not exist"
 
 
-# Commands
+# Examples and commands
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_python_examples_are_valid(document: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL):
+        ast.parse(block)
 
 
 def commands_in(text: str) -> Iterator[str]:
