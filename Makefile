@@ -1,11 +1,11 @@
-# Two commands do everything: `make race` runs the main job, `make test` passes the tests.
+# `make race` compares methods on emulated hosts; `make test` runs everything that a change must pass.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.?pp)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: race test lint pytest fuzz setup clean
+.PHONY: race test test-long lint pytest docs fuzz setup clean
 
 race: $(VENV)/.installed
 	$(BIN)/thinwire race --report race.html --json race.json
@@ -16,16 +16,27 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 pytest: setup
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile -m "not long"
+
+# Tests marked `long` take minutes each and run one after the other.
+test-long: setup
+	$(BIN)/pytest -m long
+
+# A broken link, a missing page or a missing name in the API reference fails the build.
+docs: setup
+	$(BIN)/mkdocs build --strict
 
 fuzz: setup
 	$(BIN)/python native/fuzz/run.py --seconds $(or $(SECONDS_TO_RUN),60)
 
 setup: $(VENV)/.installed-dev
 
-# What users need, and with it what developers need: a race does not wait for linters.
+# Two levels of installation, so that `make race` does not wait for the developers' tools.
 $(VENV)/.installed: $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing thinwire into $(VENV) (about a minute)"
@@ -34,9 +45,9 @@ $(VENV)/.installed: $(SOURCES)
 
 $(VENV)/.installed-dev: $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing thinwire and its tests' tools into $(VENV)"
+	@echo "Installing thinwire and the developers' tools into $(VENV)"
 	@$(INSTALL) '.[dev]'
 	@touch $(VENV)/.installed $@
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache race.html race.json
+	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache race.html race.json

@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from tests.cluster import Cluster
 
+pytest_plugins = ["tests.no_skips"]
+
 # No test asserts times: an example may take long when others compute.
 settings.register_profile("thinwire", deadline=None)
 settings.load_profile("thinwire")

@@ -1,4 +1,4 @@
-"""Packets and envelopes of the udp transport: their layout, and the encryption of packets. See docs/udp.md.
+"""Packets and envelopes of the udp transport: their layout, and the encryption of packets. See docs/server-protocol.md.
 
 An envelope is one message, or one control message of the transport, with its number in the session and the acks that
 travel with it. Envelopes travel over TCP; short ones also in packets. Packets are encrypted and authenticated by
