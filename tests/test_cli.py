@@ -32,9 +32,9 @@ OPTIONS = {
     "simulate scale": "--parameters --compute --density --bits --rate --delay --stragglers --rate-spread --per-machine "
     "--bus --exchanges --workers --measured --calibrate-up-to --cores --json --report",
     "bench codec": "--json --n --quick",
-    "bench ddp": "--hosts --rate --methods --batch --steps --rounds --warmup --json",
-    "bench advice": "--hosts --rates --methods --batch --steps --rounds --json",
-    "bench server": "--hosts --rate --only --steps --seconds --json",
+    "bench ddp": "--workers --rate --methods --batch --steps --rounds --warmup --json",
+    "bench advice": "--workers --rates --methods --batch --steps --rounds --json",
+    "bench server": "--workers --rate --only --steps --seconds --json",
     "bench udp": "--only --rate --loss --steps --seconds --fuzzed --json",
     "keys new": "FOLDER --name",
     "reproduce": "",

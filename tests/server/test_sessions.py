@@ -36,7 +36,7 @@ class CountingCodec(Codec):
         super().__init__(TopK(0.3), Float32(), min_numel=10)
         self.given: dict[str, int] = {}
 
-    def fresh(self) -> "CountingCodec":
+    def copy(self, **changes: Any) -> "CountingCodec":
         return self
 
     def encode(self, tensors: Any, **options: Any) -> Frame:

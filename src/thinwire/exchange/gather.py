@@ -96,9 +96,11 @@ class Gather(Exchange):
         return self._sizes.sizes[key][0] * (self._channel.world - 1) if key in self._sizes.sizes else None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the message sizes that the ranks agreed on."""
         return {"sizes": self._sizes.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the sizes that `state_dict` returned."""
         self._sizes.load_state_dict(state.get("sizes", {}))
 
     def __repr__(self) -> str:

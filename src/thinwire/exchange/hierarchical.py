@@ -66,9 +66,11 @@ class Hierarchical(Exchange):
         return outcome
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the message sizes that the ranks agreed on."""
         return self._between.state_dict() if self._leads else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the sizes that `state_dict` returned."""
         if self._leads:
             self._between.load_state_dict(state)
 

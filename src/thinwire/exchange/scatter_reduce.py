@@ -232,11 +232,13 @@ class ScatterReduce(Exchange):
             self._codec.give_back(plan.names[section.id], places[positions], values)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the message sizes that the ranks agreed on."""
         parts, results = self._parts.state_dict(), self._results.state_dict()
         gathered = {"gather": self._gather.state_dict()} if self._gather_below else {}
         return {"parts": parts, "results": results, "second": self._second.state_dict(), **gathered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the sizes that `state_dict` returned."""
         self._gather.load_state_dict(state.get("gather", {}))
         self._parts.load_state_dict(state.get("parts", {}))
         self._results.load_state_dict(state.get("results", {}))
