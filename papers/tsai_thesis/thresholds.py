@@ -17,8 +17,8 @@ from papers.simulation import Cluster, Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Study, Table, number, percent
 from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
-from thinwire.codec.selection import Dynamic, Selection, StdDev, TopK
-from thinwire.codec.vectors import NativeGroup, Vector
+from thinwire.codec.feedback import Vector
+from thinwire.codec.selection import Dynamic, NativeGroup, Selection, StdDev, TopK
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import Splits
 

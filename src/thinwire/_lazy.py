@@ -7,16 +7,16 @@ from typing import Any
 
 def lazy_names(
     package: str,
-    names: Mapping[str, str],
+    modules: Mapping[str, Collection[str]],
     renamed: Mapping[str, str] | None = None,
     packages: Collection[str] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a package (PEP 562) whose public names live in other modules.
 
-    names: each public name and the module that defines it. renamed: names of earlier versions and what to use now.
-    packages: public packages inside this one, which `import` of this one does not load.
+    modules: the modules that define public names, and these names. renamed: names of earlier versions and what to use
+    now. packages: public packages inside this one, which importing this one does not load.
     """
-    old = renamed or {}
+    names, old = {name: module for module, found in modules.items() for name in found}, renamed or {}
 
     def get(name: str) -> Any:
         if name in names:

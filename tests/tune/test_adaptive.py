@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import thinwire as tw
 from tests.codec.codec_cases import KINDS, quick
-from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
+from thinwire.codec.feedback import Vector
+from thinwire.codec.selection import NativeGroup, TorchGroup
 from thinwire.tune.adaptive import Adaptive, MagnitudeCurve, Rule
 from thinwire.tune.cost import Affine, Array, Cost, Measured, Packets, Payload
 

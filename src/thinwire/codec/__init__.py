@@ -1,55 +1,34 @@
-"""The codec: compresses named tensors into frames with error feedback, and decodes frames.
-
-A `Codec` combines a selection (which entries are sent), a value format and a feedback (what becomes of the rest).
-"""
+"""The codec: named tensors become a frame of bytes, and frames become tensors again."""
 
 from typing import TYPE_CHECKING
 
 from thinwire._lazy import lazy_names
 
-if TYPE_CHECKING:
-    from thinwire.codec.codec import Codec as Codec
-    from thinwire.codec.feedback import ErrorFeedback as ErrorFeedback
-    from thinwire.codec.feedback import MomentumCorrection as MomentumCorrection
-    from thinwire.codec.feedback import NoFeedback as NoFeedback
-    from thinwire.codec.frame import Frame as Frame
-    from thinwire.codec.frame import FrameReader as FrameReader
-    from thinwire.codec.selection import AccuracyCutoff as AccuracyCutoff
-    from thinwire.codec.selection import Dynamic as Dynamic
-    from thinwire.codec.selection import Percentile as Percentile
-    from thinwire.codec.selection import RandomK as RandomK
-    from thinwire.codec.selection import StdDev as StdDev
-    from thinwire.codec.selection import Threshold as Threshold
-    from thinwire.codec.selection import TopK as TopK
-    from thinwire.codec.selection import Warmup as Warmup
-    from thinwire.codec.values import BFloat16 as BFloat16
-    from thinwire.codec.values import Bits as Bits
-    from thinwire.codec.values import Float16 as Float16
-    from thinwire.codec.values import Float32 as Float32
-    from thinwire.codec.values import Sign as Sign
+if TYPE_CHECKING:  # what type checkers and editors see of the names that load on first use
+    from thinwire.codec.codec import Codec
+    from thinwire.codec.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
+    from thinwire.codec.frame import Frame, FrameReader
+    from thinwire.codec.selection import AccuracyCutoff, Dynamic, Percentile, RandomK, StdDev, Threshold, TopK, Warmup
+    from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign
 
-_NAMES = {
-    "Codec": "thinwire.codec.codec",
-    "Frame": "thinwire.codec.frame",
-    "FrameReader": "thinwire.codec.frame",
-    "TopK": "thinwire.codec.selection",
-    "Percentile": "thinwire.codec.selection",
-    "Threshold": "thinwire.codec.selection",
-    "StdDev": "thinwire.codec.selection",
-    "Dynamic": "thinwire.codec.selection",
-    "RandomK": "thinwire.codec.selection",
-    "Warmup": "thinwire.codec.selection",
-    "AccuracyCutoff": "thinwire.codec.selection",
-    "Float32": "thinwire.codec.values",
-    "Float16": "thinwire.codec.values",
-    "BFloat16": "thinwire.codec.values",
-    "Bits": "thinwire.codec.values",
-    "Sign": "thinwire.codec.values",
-    "NoFeedback": "thinwire.codec.feedback",
-    "ErrorFeedback": "thinwire.codec.feedback",
-    "MomentumCorrection": "thinwire.codec.feedback",
+__all__ = ["AccuracyCutoff", "BFloat16", "Bits", "Codec", "Dynamic", "ErrorFeedback", "Float16", "Float32", "Frame"]
+__all__ += ["FrameReader", "MomentumCorrection", "NoFeedback", "Percentile", "RandomK", "Sign", "StdDev", "Threshold"]
+__all__ += ["TopK", "Warmup"]
+
+_MODULES = {
+    "thinwire.codec.codec": ("Codec",),
+    "thinwire.codec.frame": ("Frame", "FrameReader"),
+    "thinwire.codec.selection": (
+        "TopK",
+        "Percentile",
+        "Threshold",
+        "StdDev",
+        "Dynamic",
+        "RandomK",
+        "Warmup",
+        "AccuracyCutoff",
+    ),
+    "thinwire.codec.values": ("Float32", "Float16", "BFloat16", "Bits", "Sign"),
+    "thinwire.codec.feedback": ("NoFeedback", "ErrorFeedback", "MomentumCorrection"),
 }
-
-__all__ = sorted(_NAMES)
-
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -24,11 +24,10 @@ from thinwire.codec.encode import (
     empty_frame,
     write_batch,
 )
-from thinwire.codec.feedback import ErrorFeedback, Feedback
+from thinwire.codec.feedback import DTYPES, ErrorFeedback, Feedback, Vector, first_not_finite
 from thinwire.codec.frame import Frame, FrameReader, section_bound
-from thinwire.codec.selection import RandomK, Selection, TopK
+from thinwire.codec.selection import Group, NativeGroup, RandomK, Selection, TopK, TorchGroup
 from thinwire.codec.values import SEEDS, Bits, Values
-from thinwire.codec.vectors import DTYPES, Group, NativeGroup, TorchGroup, Vector, first_not_finite
 
 State = dict[str, Any]
 Slots = dict[str, dict[str, Tensor]]

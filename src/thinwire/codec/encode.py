@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from thinwire import _native
-from thinwire.codec.feedback import ErrorFeedback, NoFeedback
+from thinwire.codec.feedback import DTYPES, ErrorFeedback, NoFeedback, Vector, array_args
 from thinwire.codec.frame import Frame
 from thinwire.codec.selection import Cutoff, StratifiedSample, TopK, density_at
 from thinwire.codec.values import Float32
-from thinwire.codec.vectors import DTYPES, Vector, array_args
 
 if TYPE_CHECKING:
     from thinwire.codec.codec import Codec

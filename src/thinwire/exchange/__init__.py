@@ -4,21 +4,18 @@ from typing import TYPE_CHECKING
 
 from thinwire._lazy import lazy_names
 
-if TYPE_CHECKING:
-    from thinwire.exchange.base import Dense as Dense
-    from thinwire.exchange.base import Exchange as Exchange
-    from thinwire.exchange.gather import Gather as Gather
-    from thinwire.exchange.hierarchical import Hierarchical as Hierarchical
-    from thinwire.exchange.scatter_reduce import ScatterReduce as ScatterReduce
+if TYPE_CHECKING:  # what type checkers and editors see of the names that load on first use
+    from thinwire.exchange.base import Dense, Exchange
+    from thinwire.exchange.gather import Gather
+    from thinwire.exchange.hierarchical import Hierarchical
+    from thinwire.exchange.scatter_reduce import ScatterReduce
 
-_NAMES = {
-    "Exchange": "thinwire.exchange.base",
-    "Dense": "thinwire.exchange.base",
-    "Gather": "thinwire.exchange.gather",
-    "ScatterReduce": "thinwire.exchange.scatter_reduce",
-    "Hierarchical": "thinwire.exchange.hierarchical",
+__all__ = ["Dense", "Exchange", "Gather", "Hierarchical", "ScatterReduce"]
+
+_MODULES = {
+    "thinwire.exchange.base": ("Exchange", "Dense"),
+    "thinwire.exchange.gather": ("Gather",),
+    "thinwire.exchange.scatter_reduce": ("ScatterReduce",),
+    "thinwire.exchange.hierarchical": ("Hierarchical",),
 }
-
-__all__ = sorted(_NAMES)
-
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import thinwire
 from thinwire.codec.codec import Codec
+from thinwire.codec.feedback import DTYPES
 from thinwire.codec.selection import Selection
-from thinwire.codec.vectors import DTYPES
 from thinwire.exchange.base import Dense, Exchange
 from thinwire.exchange.channel import Channel, LocalChannel, OwnGroups, agreed
 from thinwire.exchange.choose import NAMES, choose_exchange

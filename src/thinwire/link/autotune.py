@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
+from thinwire.codec.feedback import Vector
 from thinwire.codec.frame import FrameReader
-from thinwire.codec.selection import TopK
-from thinwire.codec.vectors import NativeGroup, TorchGroup, Vector
+from thinwire.codec.selection import NativeGroup, TopK, TorchGroup
 from thinwire.exchange.base import Groups
 from thinwire.exchange.channel import Channel, gather_json, share
 from thinwire.exchange.choose import NAMES

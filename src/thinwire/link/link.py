@@ -22,8 +22,8 @@ from torch import Tensor
 from thinwire import _native
 from thinwire.codec.codec import Codec
 from thinwire.codec.encode import BucketViews
+from thinwire.codec.feedback import array_args
 from thinwire.codec.selection import Selection
-from thinwire.codec.vectors import array_args
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel, OwnGroups, check_replicas, describe_failure

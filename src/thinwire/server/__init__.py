@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 from thinwire._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from thinwire.errors import ServerError as ServerError
-    from thinwire.server.server import Server as Server
-    from thinwire.server.worker import Worker as Worker
+    from thinwire.errors import ServerError
+    from thinwire.server.server import Server
+    from thinwire.server.worker import Worker
 
-_NAMES = {
-    "Server": "thinwire.server.server",
-    "Worker": "thinwire.server.worker",
-    "ServerError": "thinwire.errors",
+__all__ = ["Server", "ServerError", "Worker"]
+
+_MODULES = {
+    "thinwire.server.server": ("Server",),
+    "thinwire.server.worker": ("Worker",),
+    "thinwire.errors": ("ServerError",),
 }
-
-__all__ = sorted(_NAMES)
-
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

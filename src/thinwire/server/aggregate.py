@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from thinwire.codec.feedback import first_not_finite
 from thinwire.codec.frame import FrameReader, sum_frames
-from thinwire.codec.vectors import first_not_finite
 from thinwire.errors import MessageError
 from thinwire.server.layout import Layout, flat, trained
 from thinwire.server.replicas import ReceivedShards

@@ -4,21 +4,14 @@ from typing import TYPE_CHECKING
 
 from thinwire._lazy import lazy_names
 
-if TYPE_CHECKING:
-    from thinwire.tune.adaptive import Adaptive as Adaptive
-    from thinwire.tune.cost import Affine as Affine
-    from thinwire.tune.cost import Measured as Measured
-    from thinwire.tune.cost import Packets as Packets
-    from thinwire.tune.cost import Payload as Payload
+if TYPE_CHECKING:  # what type checkers and editors see of the names that load on first use
+    from thinwire.tune.adaptive import Adaptive
+    from thinwire.tune.cost import Affine, Measured, Packets, Payload
 
-_NAMES = {
-    "Adaptive": "thinwire.tune.adaptive",
-    "Affine": "thinwire.tune.cost",
-    "Measured": "thinwire.tune.cost",
-    "Packets": "thinwire.tune.cost",
-    "Payload": "thinwire.tune.cost",
+__all__ = ["Adaptive", "Affine", "Measured", "Packets", "Payload"]
+
+_MODULES = {
+    "thinwire.tune.adaptive": ("Adaptive",),
+    "thinwire.tune.cost": ("Affine", "Measured", "Packets", "Payload"),
 }
-
-__all__ = sorted(_NAMES)
-
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from thinwire import _native
-from thinwire.codec.selection import Cutoff, Selection, Threshold, entry_count
+from thinwire.codec.feedback import Vector
+from thinwire.codec.selection import Cutoff, Group, MagnitudeHistogram, Selection, Threshold, entry_count
 from thinwire.codec.values import SEEDS
-from thinwire.codec.vectors import Group, MagnitudeHistogram, Vector
 from thinwire.tune.cost import Array, Cost, Measured
 
 

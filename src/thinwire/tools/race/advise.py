@@ -18,7 +18,8 @@ from torch import Tensor, nn, optim
 
 import thinwire
 from thinwire.codec.codec import Codec
-from thinwire.codec.vectors import NativeGroup, Vector
+from thinwire.codec.feedback import Vector
+from thinwire.codec.selection import NativeGroup
 from thinwire.errors import RecipeError
 from thinwire.exchange.channel import Channel, gather_json
 from thinwire.link.autotune import codec_seconds, conversion_seconds, probe_network
