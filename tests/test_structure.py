@@ -85,3 +85,10 @@ def test_old_names_say_what_to_use_now() -> None:
     for name in thinwire.__all__:
         assert getattr(thinwire, name) is not None
     assert 20 <= len(thinwire.__all__) <= 30
+
+
+def test_without_the_extra_tools_the_command_says_what_to_install() -> None:
+    script = "import sys; sys.modules['typer'] = None; from thinwire.tools import main; main()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "[tools]" in done.stderr

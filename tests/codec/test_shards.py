@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.codec.codec import Codec, Kernels
-from thinwire.codec.encode import encode_shards
+from thinwire.codec.encode import NonFinite, encode_shards
 from thinwire.codec.frame import ShardReader
 from thinwire.codec.selection import RandomK, Selection, TopK
 from thinwire.codec.values import Bits, Float32, Values
@@ -35,7 +35,7 @@ def test_nothing_is_lost(
             for name, n in zip(tensors, sizes, strict=True)
         }
         made = encode_shards(codec, tensors, budget, step=step, hold=skipped)
-        assert not isinstance(made, str)
+        assert not isinstance(made, NonFinite)
         outs = [torch.zeros(n) for n in sizes]
         listed = 0
         for shard in made[0]:
@@ -60,7 +60,7 @@ def test_nothing_is_lost(
 def test_entries_equal_what_is_added() -> None:
     codec = Codec(0.2)
     made = encode_shards(codec, {"a": torch.randn(5000), "b": torch.randn(30)}, 300, step=0)
-    assert not isinstance(made, str) and len(made[0]) > 3
+    assert not isinstance(made, NonFinite) and len(made[0]) > 3
     for shard in made[0]:
         added, listed = [torch.zeros(5000), torch.zeros(30)], [torch.zeros(5000), torch.zeros(30)]
         reader = ShardReader([shard], [5000, 30])
@@ -88,9 +88,9 @@ def test_a_budget_without_room_for_an_entry_is_refused() -> None:
 
 def test_non_finite_tensors_are_named_and_broken_shards_refused() -> None:
     codec = Codec(0.2)
-    assert encode_shards(codec, {"a": torch.tensor([1.0, float("nan")])}, 300, step=0) == "a"
+    assert encode_shards(codec, {"a": torch.tensor([1.0, float("nan")])}, 300, step=0) == NonFinite("a")
     made = encode_shards(codec, {"a": torch.randn(2000)}, 300, step=0)
-    assert not isinstance(made, str)
+    assert not isinstance(made, NonFinite)
     shard = made[0][1]
     for wrong in (shard[:-1], shard[:6], b"\xff" * 8 + shard[8:], shard[:20] + b"\x55" + shard[21:]):
         with pytest.raises(FrameError):

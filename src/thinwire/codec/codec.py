@@ -19,6 +19,7 @@ from thinwire.codec.encode import (
     Batch,
     Choice,
     FrameOutput,
+    NonFinite,
     Observer,
     ValueCoding,
     empty_frame,
@@ -108,8 +109,8 @@ class Codec:
         if budget is not None and budget < _native.HEADER_BYTES:
             raise ValueError(f"a budget of {budget} bytes cannot hold a frame's header of {_native.HEADER_BYTES}")
         batch = self.prepare(tensors, step=step, hold=hold)
-        if isinstance(batch, str):
-            return empty_frame(batch)
+        if isinstance(batch, NonFinite):
+            return empty_frame(batch.tensor)
         size = self.frame_bound([v.n for v in batch.vectors]) if budget is None else budget
         frame = self.write(batch, torch.empty(size, dtype=torch.uint8))
         # A frame uses little of a buffer of the bound's size: the copy releases that buffer.
@@ -117,13 +118,13 @@ class Codec:
 
     def prepare(
         self, tensors: Mapping[str, Tensor], *, step: int | None = None, hold: Collection[str] = ()
-    ) -> Batch | str:
-        """Apply the feedback and choose what is sent; returns the name of a tensor if that is not finite."""
+    ) -> Batch | NonFinite:
+        """Apply the feedback and choose what is sent; `NonFinite` if a tensor holds an infinity or a NaN."""
         if step is not None and step < 0:
             raise ValueError(f"a step counts from 0, not {step}")
         active = {name: self.checked(name, t) for name, t in tensors.items() if name not in hold}
         if (bad := first_not_finite(list(active.values()))) >= 0:
-            return list(active)[bad]
+            return NonFinite(list(active)[bad])
         at = self.step if step is None else step
         self.step = at + 1
         vectors = [self.feedback.prepare(g, self.ensure_residuals(name, g)) for name, g in active.items()]

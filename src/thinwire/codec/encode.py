@@ -56,6 +56,13 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class NonFinite:
+    """The result of an encode that found an infinity or a NaN: nothing is sent, and no residual changes."""
+
+    tensor: str
+
+
+@dataclass(frozen=True)
 class Batch:
     """The vectors of one encode, and what each of them sends."""
 
@@ -337,8 +344,8 @@ def encode_parts(
 ) -> tuple[list[Frame], list[int]]:
     """Encode gradients into one frame per owner; returns the frames and how many entries of each tensor were sent."""
     batch = codec.prepare(tensors, step=step, hold=hold)
-    if isinstance(batch, str):
-        return [fill(part.buffer, empty_frame(batch)) for part in parts], [0] * len(tensors)
+    if isinstance(batch, NonFinite):
+        return [fill(part.buffer, empty_frame(batch.tensor)) for part in parts], [0] * len(tensors)
     output = PartsOutput(partitions, parts, batch.sections)
     counts = write_batch(batch, output)
     codec.learn(batch)
@@ -359,13 +366,13 @@ def encode_sums(
 
 def encode_shards(
     codec: "Codec", tensors: Mapping[str, Tensor], budget: int, *, step: int, hold: Collection[str] = ()
-) -> tuple[list[bytes], int] | str:
+) -> tuple[list[bytes], int] | NonFinite:
     """Encode gradients into shards of at most `budget` bytes.
 
-    Returns the shards and the number of entries in them, or the name of a tensor that is not finite.
+    Returns the shards and the number of entries in them, or `NonFinite`.
     """
     batch = codec.prepare(tensors, step=step, hold=hold)
-    if isinstance(batch, str):
+    if isinstance(batch, NonFinite):
         return batch
     output = ShardOutput(budget)
     counts = write_batch(batch, output)

@@ -85,8 +85,7 @@ def open_link(
     sizes = {name: p.numel() for name, p in parameters.items()}
 
     def plan() -> tuple[_Parts, T]:
-        parts = _parts(parameters, options, sizes, channel.world)
-        return parts, prepare()
+        return _parts(parameters, options, sizes, channel), prepare()
 
     try:
         parts, prepared = agreed(channel, plan, lambda made: _description(made[0], parameters, options.check_every))
@@ -130,12 +129,15 @@ def check_types(parameters: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} is {p.dtype}: thinwire takes float32, float16 and bfloat16 parameters")
 
 
-def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[str, int], world: int) -> _Parts:
+def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[str, int], channel: Channel) -> _Parts:
     codec = resolve_codec(FIRST.density if options.auto else options.codec)
+    if isinstance(selection := codec.selection, Adaptive):
+        elements = sum(sizes.values())
+        codec = codec.copy(selection=selection.within(bits=codec.values.bits, elements=elements, seed=channel.rank))
     check_types(parameters)
     wanted = FIRST.exchange if options.auto else options.exchange
     if wanted is None:
-        return _Parts(codec, *choose_exchange(codec, sizes, world))
+        return _Parts(codec, *choose_exchange(codec, sizes, channel.world))
     if isinstance(wanted, Exchange):
         return _Parts(codec, copy.deepcopy(wanted), "as asked")  # the same object may be given to several links
     if wanted not in NAMES:
@@ -146,11 +148,7 @@ def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[s
 def _agreement(parts: _Parts, channel: Channel, sizes: dict[str, int]) -> AdaptiveAgreement | None:
     """What an adaptive selection needs to know of the model and of the other ranks; None for other selections."""
     selection = parts.codec.selection
-    if not isinstance(selection, Adaptive):
-        return None
-    selection = selection.within(bits=parts.codec.values.bits, elements=sum(sizes.values()), seed=channel.rank)
-    parts.codec.selection = selection
-    if selection.agree is None and not isinstance(selection.cost, Measured):
+    if not isinstance(selection, Adaptive) or (selection.agree is None and not isinstance(selection.cost, Measured)):
         return None
     return AdaptiveAgreement(selection, channel, sizes, scattered=isinstance(parts.exchange, ScatterReduce))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.encode import encode_exact, encode_shards
+from thinwire.codec.encode import NonFinite, encode_exact, encode_shards
 from thinwire.codec.feedback import NoFeedback
 from thinwire.codec.frame import Frame, FrameReader, ShardReader
 from thinwire.errors import FrameError, MessageError, TransportError
@@ -68,7 +68,7 @@ class SentShards:
     ) -> "tuple[SentShards, int]":
         """Encode a gradient in shards of at most `budget` bytes; also return the number of entries in them."""
         made = encode_shards(codec, tensors, budget, step=step, hold=hold)
-        shards, entries = ([NON_FINITE], 0) if isinstance(made, str) else made
+        shards, entries = ([NON_FINITE], 0) if isinstance(made, NonFinite) else made
         return cls(dict(enumerate(shards)), [tensor.numel() for tensor in tensors.values()], list(tensors)), entries
 
     @property
@@ -342,7 +342,7 @@ class LossyReplicas(Replicas):
     def _encode(self, missing: dict[str, Tensor], values: list[Tensor], version: int) -> Buffer | list[bytes]:
         assert self._codec is not None
         made = encode_shards(self._codec, missing, self._budget, step=version)
-        if isinstance(made, str):
+        if isinstance(made, NonFinite):
             return [NON_FINITE]
         shards, _ = made
         ShardReader(shards, [value.numel() for value in values]).add_to(values)
