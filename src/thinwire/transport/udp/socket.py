@@ -123,7 +123,7 @@ def _learn_address(session: UdpSession, origin: bytes) -> bool:
     """Note where a session's peer is; return whether that was unknown before."""
     first, session.origin, session.address = session.address is None, origin, _native.address_of(origin)
     if first:
-        session.announce_open()
+        session.announce_open = True
     return first
 
 
