@@ -41,15 +41,11 @@ class Side(ABC, Generic[T]):
 class Listener(Side[tuple[Peer, Parts]]):
     """The server's side, which has many peers."""
 
+    address: str  # to which workers connect, with the actual port
     # Called with the pieces of a message that were lost: the peer, the ticket, and the pieces.
     on_report: Callable[[Peer, int, frozenset[int]], None] = staticmethod(lambda peer, ticket, lost: None)
     # Called when messages of a peer, perhaps with such reports, were lost together with a connection.
     on_gap: Callable[[Peer], None] = staticmethod(lambda peer: None)
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """The address to which workers connect, with the actual port."""
 
     @abstractmethod
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:

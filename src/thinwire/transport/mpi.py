@@ -247,13 +247,11 @@ class _MpiSide(Side[T]):
 class MpiListener(_MpiSide[tuple[Peer, Parts]], Listener):
     """The server's side over MPI. A peer is a rank and the name that its connection chose."""
 
+    address = "mpi://"
+
     def __init__(self) -> None:
         super().__init__(server=True)
         self._peers: dict[int, Peer] = {}  # the present connection of each rank
-
-    @property
-    def address(self) -> str:
-        return "mpi://"
 
     def _receive(self) -> list[tuple[Peer, Parts]]:
         found = []

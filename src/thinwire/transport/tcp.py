@@ -26,8 +26,9 @@ from thinwire.transport.limits import MOST_PARTS, acceptable, views
 log = logging.getLogger("thinwire.transport")
 
 Folder = str | os.PathLike[str]
-# A small part as it is, or a large part that ZeroMQ sends without copying it.
-Sendable = Buffer | zmq.Frame
+# The large parts that are queued for one peer until ZeroMQ has sent them, and their bytes. ZeroMQ copies small parts,
+# which its own limit bounds.
+Pending = deque[tuple[zmq.MessageTracker, int]]
 
 DOMAIN = "thinwire"
 # Smaller parts are copied, which is cheaper than to track when ZeroMQ has sent them.
@@ -77,35 +78,6 @@ class KeyAuthenticator:
         else:
             log.info("Accepted worker %s", name)
         return name is not None
-
-
-class PendingBytes:
-    """Counts the bytes that are queued for one peer until ZeroMQ has sent them."""
-
-    def __init__(self) -> None:
-        self._parts: deque[tuple[zmq.MessageTracker, int]] = deque()
-        self._bytes = 0
-
-    def has_room(self, size: int) -> bool:
-        """Return whether a message may be queued: always into an empty queue, otherwise up to LARGEST bytes."""
-        while self._parts and self._parts[0][0].done:
-            self._bytes -= self._parts.popleft()[1]
-        return not self._parts or self._bytes + size <= LARGEST
-
-    def add(self, frames: Sequence[Sendable]) -> None:
-        """Count the large parts of a queued message. ZeroMQ copied the small ones, which its own limit bounds."""
-        for frame in frames:
-            if isinstance(frame, zmq.Frame) and not frame.tracker.done:
-                self._parts.append((frame.tracker, len(frame)))
-                self._bytes += len(frame)
-
-
-def _frames(parts: Sequence[Buffer]) -> list[Sendable]:
-    """Return the parts of a message in the form that is cheapest to send."""
-    return [
-        view if len(view) < COPIED else zmq.Frame(view, track=True, copy=False, copy_threshold=COPIED)
-        for view in views(parts)
-    ]
 
 
 class _ZmqSide(Side[T]):
@@ -213,11 +185,20 @@ class _ZmqSide(Side[T]):
         """Return the message in these frames, or None to discard it."""
         raise NotImplementedError
 
-    def _queue(self, pending: PendingBytes, parts: Sequence[Buffer], *peer: Peer) -> bool:
-        """Queue one message; return False if its peer is unknown or the peer's queue is full."""
-        frames = _frames(parts)
-        if not pending.has_room(sum(map(len, frames))):
+    def _queue(self, pending: Pending, parts: Sequence[Buffer], *peer: Peer) -> bool:
+        """Queue one message; return False if its peer is unknown or the peer's queue is full.
+
+        An empty queue takes any message, otherwise it takes up to LARGEST bytes.
+        """
+        parts = views(parts)
+        while pending and pending[0][0].done:
+            pending.popleft()
+        if pending and sum(size for _, size in pending) + sum(map(len, parts)) > LARGEST:
             return False
+        frames = [
+            part if len(part) < COPIED else zmq.Frame(part, track=True, copy=False, copy_threshold=COPIED)
+            for part in parts
+        ]
         try:
             # Only the first part can fail: ZeroMQ accepts the rest of a message whose first part it accepted.
             self._socket.send_multipart([*peer, *frames], zmq.DONTWAIT, copy=False)  # which copies small parts
@@ -225,7 +206,8 @@ class _ZmqSide(Side[T]):
             if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
                 return False
             raise
-        pending.add(frames)
+        large = [frame for frame in frames if isinstance(frame, zmq.Frame) and not frame.tracker.done]
+        pending += [(frame.tracker, len(frame)) for frame in large]
         return True
 
     def wake(self) -> None:
@@ -252,7 +234,7 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
 
     def __init__(self, endpoint: str, *, keys: Folder | None = None, shown_host: str | None = None) -> None:
         super().__init__(zmq.ROUTER)
-        self._pending: defaultdict[Peer, PendingBytes] = defaultdict(PendingBytes)
+        self._pending: defaultdict[Peer, Pending] = defaultdict(deque)
         self.refused = 0  # handshakes that failed
         socket = self._socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a message to an unknown peer instead of dropping it
@@ -268,13 +250,9 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
         except TransportError:
             self.close()
             raise
-        self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if shown_host:
-            self._address = f"tcp://{shown_host}:{self._address.rpartition(':')[2]}"
-
-    @property
-    def address(self) -> str:
-        return self._address
+            self.address = f"tcp://{shown_host}:{self.address.rpartition(':')[2]}"
 
     def _accept(self, frames: list[zmq.Frame]) -> tuple[Peer, Parts] | None:
         name, parts = frames[0], frames[1:]
@@ -305,7 +283,7 @@ class TcpConnection(_ZmqSide[Parts], Connection):
     def __init__(self, endpoint: str, *, keys: Keys | None = None) -> None:
         super().__init__(zmq.DEALER)
         self._where = endpoint
-        self._pending = PendingBytes()
+        self._pending: Pending = deque()
         self._keys = keys
         self._failures: int | None = 0  # handshakes that failed before the first success, then None
         self._error: TransportError | None = None

@@ -254,7 +254,8 @@ class UdpSession:
     """One session, on either side."""
 
     def __init__(self, number: int, keys: bytes, *, server: bool, mtu: int, shares: FairShares | None = None) -> None:
-        mine, theirs = (keys[:KEY_BYTES], keys[KEY_BYTES:])[:: 1 if server else -1]
+        first, second = keys[:KEY_BYTES], keys[KEY_BYTES:]
+        mine, theirs = (first, second) if server else (second, first)
         self.number, self.mtu = number, mtu
         self.encryptor, self.decryptor = PacketEncryptor(number, mine), PacketDecryptor(theirs)
         self.sender = PieceSender(mtu)
@@ -403,11 +404,8 @@ class UdpSession:
                 if envelope.kind is not EnvelopeKind.ACK:
                     found.append(list(envelope.parts))
                 if len(envelope.acks):
-                    lost += [
-                        (ack.message, ack.lost)
-                        for ack in self._in.acks[envelope.number]
-                        if self.sender.on_ack(ack, now)
-                    ]
+                    acks = self._in.acks[envelope.number]
+                    lost += [(ack.message, ack.lost) for ack in acks if self.sender.on_ack(ack, now)]
                     self._loss_level = sum(self.sender.pacer.loss > bar for bar in _COPIES)
             self._in.advance()
         return found, lost
