@@ -154,7 +154,6 @@ class _MpiSide(Side[T]):
         return True
 
     def _in_flight(self, rank: int) -> deque[tuple[MPI.Request, int]]:
-        """Return the messages in flight to a rank, with their sizes."""
         queue = self._sending[rank]
         while queue and _completed(queue[0][0]) is not None:
             queue.popleft()

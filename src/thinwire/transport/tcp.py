@@ -92,8 +92,7 @@ class _ZmqSide(Side[T]):
             (zmq.RCVHWM, TO_READ),
             (zmq.MAXMSGSIZE, LARGEST),
             (zmq.LINGER, LINGER_MS),
-            # TCP's keepalive finds a dead host. ZMTP's own heartbeat would time out behind a large message on a slow
-            # link.
+            # TCP's keepalive finds a dead host. ZMTP's heartbeat would time out behind a large message on a slow link.
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 10),
             (zmq.TCP_KEEPALIVE_INTVL, 5),

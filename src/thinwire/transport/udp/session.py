@@ -13,23 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from thinwire.transport.base import Buffer
+from thinwire.transport.udp import packet
 from thinwire.transport.udp.congestion import FairShares
-from thinwire.transport.udp.packet import (
-    CONTROL_BYTES,
-    KEY_BYTES,
-    OVERHEAD,
-    SHORT_BYTES,
-    Envelope,
-    EnvelopeKind,
-    MessageAck,
-    PacketDecryptor,
-    PacketEncryptor,
-    pack_control,
-    pack_end,
-    read_acks,
-    read_end,
-    read_records,
-)
+from thinwire.transport.udp.packet import KEY_BYTES, Envelope, EnvelopeKind, MessageAck
 from thinwire.transport.udp.recovery import PacketGroup, PartialMessage, PieceSender, Reassembly, pack
 
 # How far the number of a packet may be ahead of the next expected one; an envelope further ahead comes over TCP.
@@ -70,7 +56,7 @@ class EnvelopeQueue:
         """Queue an envelope."""
         self._number += 1
         envelope = Envelope(kind, self._session, self._number, parts, acks)
-        queued = _Queued(envelope, time.monotonic(), envelope.size <= SHORT_BYTES)
+        queued = _Queued(envelope, time.monotonic(), envelope.size <= packet.SHORT_BYTES)
         self._reliable.append(queued)
         self.payloads += 1
         if queued.short:
@@ -113,13 +99,11 @@ class EnvelopeQueue:
                 found.append(Envelope(EnvelopeKind.BATCH, self._session, expected, [b"".join(records)]).as_parts())
                 records.clear()
 
-        if not self._reliable:
-            return []
         if not self.payloads:
             before = min(before, ends_before)
         elif not all(each.short for each in self._reliable):
-            before = math.inf  # a long envelope travels over TCP only, and those before it must stay before it
-        while self._reliable and self._reliable[0].since <= before and not self._is_reserved(self._reliable[0]):
+            before = time.monotonic()  # a long envelope travels over TCP only, after all those before it
+        while self.oldest <= before:
             queued = self._next()
             if queued.short:
                 records.append(queued.envelope.as_record())
@@ -133,8 +117,9 @@ class EnvelopeQueue:
 
     @property
     def oldest(self) -> float:
-        """When the oldest envelope was queued that waits for TCP and may be sent."""
-        return self._reliable[0].since if self._reliable and not self._is_reserved(self._reliable[0]) else math.inf
+        """When the envelope was queued that is the next to send over TCP; infinity if none may be sent."""
+        first = self._reliable[0] if self._reliable else None
+        return math.inf if first is None or first.envelope.number in self._reserved else first.since
 
     @property
     def waiting(self) -> bool:
@@ -145,9 +130,6 @@ class EnvelopeQueue:
         queued = self._reliable.popleft()
         self.payloads -= queued.envelope.kind is not EnvelopeKind.END
         return queued
-
-    def _is_reserved(self, queued: _Queued) -> bool:
-        return queued.envelope.number in self._reserved
 
     def control_records(self, now: float, retransmit: float, *, copies: int) -> tuple[list[list[bytes]], float]:
         """Return the records of each control packet to send now, and the seconds until more are due.
@@ -191,7 +173,7 @@ class EnvelopeQueue:
 
     def clear(self) -> None:
         """Drop the end markers of messages whose packets will not leave any more, so that later envelopes can."""
-        self._reliable = deque(each for each in self._reliable if not self._is_reserved(each))  # these are end markers
+        self._reliable = deque(each for each in self._reliable if each.envelope.number not in self._reserved)
         self._reserved.clear()
 
 
@@ -212,9 +194,9 @@ class ReorderBuffer:
             return False
         # Malformed acks and end markers raise here, before they can block the envelopes behind them.
         if len(envelope.acks):
-            self.acks[number] = read_acks(envelope.acks)
+            self.acks[number] = packet.read_acks(envelope.acks)
         if envelope.kind is EnvelopeKind.END:
-            read_end(envelope.parts[0] if envelope.parts else b"")
+            packet.read_end(envelope.parts[0] if envelope.parts else b"")
         self.early[number] = envelope
         if reliable:
             self._highest = max(self._highest, number)
@@ -257,14 +239,14 @@ class UdpSession:
         first, second = keys[:KEY_BYTES], keys[KEY_BYTES:]
         mine, theirs = (first, second) if server else (second, first)
         self.number, self.mtu = number, mtu
-        self.encryptor, self.decryptor = PacketEncryptor(number, mine), PacketDecryptor(theirs)
+        self.encryptor, self.decryptor = packet.PacketEncryptor(number, mine), packet.PacketDecryptor(theirs)
         self.sender = PieceSender(mtu)
         self.reassembly = Reassembly()
         self._shares = shares  # server: of all senders
         self.address: Address | None = None  # where packets go; None until it is known
         self.segments = True  # whether the kernel may be given several packets by one call
         self.origin = b""  # server: the address from which the newest packet came, as the kernel writes it
-        self._out, self._in = EnvelopeQueue(number, mtu - OVERHEAD - CONTROL_BYTES), ReorderBuffer()
+        self._out, self._in = EnvelopeQueue(number, mtu - packet.OVERHEAD - packet.CONTROL_BYTES), ReorderBuffer()
         self.control_due = 0.0  # when control packets must be looked after
         self._loss_level = 0  # copies of a short envelope, by the measured loss
         self.announce_open = False  # whether the other side must be told that its packets arrive
@@ -324,7 +306,7 @@ class UdpSession:
         groups, pause = self._out.control_records(now, retransmit, copies=self._loss_level)
         groups = groups or [[]] * self._repeated  # an empty packet carries the ack alone
         self._repeated = False
-        return [self.encryptor.encrypt(pack_control(self._in.expected, group)) for group in groups], pause
+        return [self.encryptor.encrypt(packet.pack_control(self._in.expected, group)) for group in groups], pause
 
     def can_send(self, now: float) -> bool:
         """Return whether packets may be tried."""
@@ -346,7 +328,7 @@ class UdpSession:
             send(packets)
             if self.sender.on_sent(message, count, sum(map(len, packets)), time.monotonic()):
                 number, pieces = message.number, len(message.pieces)
-                self._out.release(number, pack_end(number, pieces, message.total, message.head))
+                self._out.release(number, packet.pack_end(number, pieces, message.total, message.head))
         return _NEVER
 
     # In
@@ -355,12 +337,12 @@ class UdpSession:
         """Add an envelope of this session from either channel; return whether it is new."""
         if envelope.kind is EnvelopeKind.BATCH:
             self._out.on_ack(envelope.number)
-            records = read_records(self.number, envelope.parts[0] if envelope.parts else b"")
+            records = packet.read_records(self.number, envelope.parts[0] if envelope.parts else b"")
             return any([self.receive_envelope(each, reliable=reliable) for each in records])
         if not self._in.add(envelope, reliable=reliable):
             return False
         if envelope.kind is EnvelopeKind.END:  # start the loss timer now, even if earlier envelopes are missing
-            self.reassembly.end(*read_end(envelope.parts[0]), time.monotonic())
+            self.reassembly.end(*packet.read_end(envelope.parts[0]), time.monotonic())
         return True
 
     def receive_control(self, expected: int, envelopes: list[Envelope]) -> bool:
@@ -395,7 +377,7 @@ class UdpSession:
             elif (envelope := self._in.current()) is None:
                 break
             elif envelope.kind is EnvelopeKind.END:
-                message = self.reassembly.end(*read_end(envelope.parts[0]), now)
+                message = self.reassembly.end(*packet.read_end(envelope.parts[0]), now)
                 if message is not None:
                     if not message.complete and now < self._gives_up(message):
                         break

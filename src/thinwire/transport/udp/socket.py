@@ -171,9 +171,8 @@ class SocketThread(threading.Thread):
 
     def close(self) -> None:
         """End the thread and close the socket."""
-        if not self._ending:
-            self._ending = True
-            self.wake()
+        self._ending = True
+        self.wake()
         if self.is_alive():
             self.join(5.0)
         for each in (self._socket, self._woken, self._waker):
