@@ -72,6 +72,7 @@ def _check_mpi(address: str, keys: KeyPath) -> None:
         raise ValueError(f"{address!r} is not an address; write mpi:// alone, because the MPI job knows its ranks")
     if keys is not None:
         raise ValueError("mpi:// takes no keys: mpirun decides who is in the job")
+    require("mpi")
 
 
 def listen(address: str, *, keys: KeyPath = None, insecure: bool = False, mtu: int | None = None) -> Listener:
@@ -88,7 +89,6 @@ def listen(address: str, *, keys: KeyPath = None, insecure: bool = False, mtu: i
         check_mtu(mtu)
     if scheme == "mpi":
         _check_mpi(address, keys)
-        require("mpi")
         from thinwire.transport.mpi import MpiListener
 
         return MpiListener()
@@ -113,7 +113,6 @@ def connect(address: str, *, keys: KeyPath = None) -> Connection:
     scheme = _scheme(address)
     if scheme == "mpi":
         _check_mpi(address, keys)
-        require("mpi")
         from thinwire.transport.mpi import MpiConnection
 
         return MpiConnection()

@@ -5,6 +5,7 @@ A message is a few buffers. They arrive together and complete, in the order in w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 Buffer = bytes | bytearray | memoryview
 Parts = list[memoryview]
@@ -13,27 +14,38 @@ Peer = bytes  # names a connection to the server; a worker that reconnects by it
 # The largest message that either side takes, checked before anything is allocated for it.
 LARGEST = 1 << 28
 
+T = TypeVar("T")
 
-class Listener(ABC):
-    """The server's side, which has many peers. One thread uses it; only `wake` may be called from others.
+
+class Side(ABC, Generic[T]):
+    """What both sides share; `poll` returns messages of type T. One thread uses a side; others may only call `wake`.
 
     Where `piece_bytes` is not None, `send_pieces` sends a message whose body may arrive in part.
     """
 
     piece_bytes: int | None = None
+
+    @abstractmethod
+    def poll(self, timeout: float) -> list[T]:
+        """Return the messages that have arrived; wait up to `timeout` seconds for the first."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make the present `poll` of another thread, or the next one, return at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send what is queued, within a second, and free all resources."""
+
+
+class Listener(Side[tuple[Peer, Parts]]):
+    """The server's side, which has many peers."""
+
+    address: str  # to which workers connect, with the actual port
     # Called with the pieces of a message that were lost: the peer, the ticket, and the pieces.
     on_report: Callable[[Peer, int, frozenset[int]], None] = staticmethod(lambda peer, ticket, lost: None)
     # Called when messages of a peer, perhaps with such reports, were lost together with a connection.
     on_gap: Callable[[Peer], None] = staticmethod(lambda peer: None)
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """The address to which workers connect, with the actual port."""
-
-    @abstractmethod
-    def poll(self, timeout: float) -> list[tuple[Peer, Parts]]:
-        """Return the messages that have arrived; wait up to `timeout` seconds for the first."""
 
     @abstractmethod
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
@@ -54,24 +66,11 @@ class Listener(ABC):
     def forget(self, peer: Peer) -> None:
         """Free what is kept for a peer that is gone or was refused; it may come back with a new message."""
 
-    @abstractmethod
-    def wake(self) -> None:
-        """Make the present `poll` of another thread, or the next one, return at once."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Send what is queued, within a second, and free all resources."""
+class Connection(Side[Parts]):
+    """A worker's side, which has one server and reconnects by itself."""
 
-
-class Connection(ABC):
-    """A worker's side, which has one server and reconnects by itself. Threads and pieces: as for a listener."""
-
-    piece_bytes: int | None = None
     on_report: Callable[[int, frozenset[int]], None] = staticmethod(lambda ticket, lost: None)
-
-    @abstractmethod
-    def poll(self, timeout: float) -> list[Parts]:
-        """Return the messages that have arrived; wait up to `timeout` seconds for the first."""
 
     @abstractmethod
     def send(self, parts: Sequence[Buffer]) -> None:
@@ -84,11 +83,3 @@ class Connection(ABC):
     def figures(self) -> dict[str, float]:
         """Return statistics of the connection to the server, for people."""
         return {}
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Make the present `poll` of another thread, or the next one, return at once."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Send what is queued, within a second, and free all resources."""

@@ -27,8 +27,7 @@ class Keys:
 
 def server_keys(folder: str | os.PathLike[str]) -> Keys:
     """Read the server's key pair from its folder."""
-    fields = _read(Path(folder) / "server.secret", {"public", "secret"}, secret=True)
-    return Keys(fields["public"], fields["secret"])
+    return Keys(**_read(Path(folder) / "server.secret", {"public", "secret"}, secret=True))
 
 
 def worker_keys(path: str | os.PathLike[str]) -> Keys:
@@ -41,8 +40,7 @@ def worker_keys(path: str | os.PathLike[str]) -> Keys:
                 f"{file} holds the secret files of {len(found)} workers; name the file of this worker instead"
             )
         file = found[0]
-    fields = _read(file, {"public", "secret", "server"}, secret=True)
-    return Keys(fields["public"], fields["secret"], fields["server"])
+    return Keys(**_read(file, {"public", "secret", "server"}, secret=True))
 
 
 def allowed_keys(folder: str | os.PathLike[str]) -> dict[bytes, str]:
@@ -82,7 +80,6 @@ def create_keys(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Pa
 
 
 def _write(path: Path, title: str, **fields: bytes) -> None:
-    """Write a file of keys; only its owner may read it if it holds a secret."""
     text = f"# thinwire: {title}\n" + "".join(f"{name} {key.decode()}\n" for name, key in fields.items())
     mode = 0o600 if "secret" in fields else 0o644
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:

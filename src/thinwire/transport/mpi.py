@@ -8,20 +8,17 @@ import os
 import struct
 import threading
 import time
+from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from mpi4py import MPI
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer
+from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer, Side, T
 from thinwire.transport.limits import MOST_PARTS, views
 
 log = logging.getLogger("thinwire.transport")
-
-T = TypeVar("T")
 
 SERVER = 0  # the server's rank
 MESSAGE, GOODBYE = 1, 0
@@ -85,13 +82,6 @@ def communicator() -> MPI.Intracomm | None:
     return made if request.Test() else None
 
 
-@dataclass
-class _Arriving:
-    source: int
-    request: MPI.Request
-    data: bytearray
-
-
 def _completed(request: MPI.Request) -> bool | None:
     """Return whether a request succeeded, None while it is in progress. It fails if the other process is gone."""
     try:
@@ -100,27 +90,61 @@ def _completed(request: MPI.Request) -> bool | None:
         return False
 
 
-class MpiChannel:
-    """Sends and receives the packed messages of one process without blocking."""
+def rank_of(peer: Peer) -> int:
+    """Return the rank with which a peer's name begins."""
+    return int.from_bytes(peer[:RANK_BYTES], "big")
 
-    def __init__(self) -> None:
-        self.discarded = 0  # messages that were too large, or whose sender died
+
+_in_use = False  # whether this process has an open listener or connection
+
+
+class _MpiSide(Side[T]):
+    """What the two sides share: packed messages are sent and received without blocking."""
+
+    def __init__(self, *, server: bool) -> None:
+        global _in_use
+        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        if size == 1:
+            raise TransportError(
+                "mpi:// needs a server and at least one worker: start it with mpirun -n and the number of ranks"
+            )
+        if server != (rank == SERVER):
+            role = "server" if server else "worker"
+            raise TransportError(f"rank {rank} cannot be a {role}: over MPI rank 0 is the server")
+        if _in_use:
+            raise TransportError(f"rank {rank} is connected over MPI already, and can have one connection at a time")
+        _in_use = True
+        self.discarded = 0  # messages that were malformed or too large, or whose sender died
+        self._closed = False
         self._communicator = communicator()
         self._early: list[tuple[int, bytes]] = []  # messages sent before there was a communicator
         self._sending: defaultdict[int, deque[tuple[MPI.Request, int]]] = defaultdict(deque)
-        self._arriving: list[_Arriving] = []
+        self._arriving: list[tuple[int, MPI.Request, bytearray]] = []  # the sender's rank, the request, its buffer
         self._woken = threading.Event()
         self._status = MPI.Status()
 
-    def send(self, rank: int, data: bytes) -> bool:
+    def poll(self, timeout: float) -> list[T]:
+        """Check for messages, often at first, then every two milliseconds."""
+        deadline, sleep = time.monotonic() + timeout, SHORTEST
+        while not (found := self._receive()):
+            left = deadline - time.monotonic()
+            if self._woken.wait(max(0.0, min(left, sleep))) or left <= 0:
+                self._woken.clear()
+                return self._receive()
+            sleep = min(2 * sleep, LONGEST)
+        return found
+
+    @abstractmethod
+    def _receive(self) -> list[T]:
+        """Return the messages that have arrived."""
+
+    def _send(self, rank: int, data: bytes) -> bool:
         """Begin to send a message; return False if too much is in flight to that rank already."""
         comm = self._open()
         if comm is None:
             self._early.append((rank, data))
             return sum(len(each) for _, each in self._early) <= LARGEST
-        queue = self._sending[rank]
-        while queue and _completed(queue[0][0]) is not None:
-            queue.popleft()
+        queue = self._in_flight(rank)
         if queue and (len(queue) >= TO_SEND or sum(size for _, size in queue) + len(data) > LARGEST):
             return False
         try:
@@ -129,6 +153,12 @@ class MpiChannel:
             return False
         return True
 
+    def _in_flight(self, rank: int) -> deque[tuple[MPI.Request, int]]:
+        queue = self._sending[rank]
+        while queue and _completed(queue[0][0]) is not None:
+            queue.popleft()
+        return queue
+
     def _open(self) -> MPI.Intracomm | None:
         """Return the communicator once there is one, and send the messages that waited for it."""
         if self._communicator is None:
@@ -136,22 +166,33 @@ class MpiChannel:
             if self._communicator is not None:
                 early, self._early = self._early, []
                 for rank, data in early:
-                    self.send(rank, data)
+                    self._send(rank, data)
         return self._communicator
 
-    def receive(self) -> list[tuple[int, bytearray]]:
+    def _messages(self) -> Iterator[tuple[Peer, Parts]]:
+        """Yield what has arrived, by the sender's rank and the connection's name; a goodbye has no parts."""
+        for rank, data in self._receive_packed():
+            try:
+                name, parts = unpack(data)
+            except ValueError as error:
+                self.discarded += 1
+                log.warning("Discarded a malformed message of rank %d: %s", rank, error)
+            else:
+                yield rank.to_bytes(RANK_BYTES, "big") + name, parts
+
+    def _receive_packed(self) -> list[tuple[int, bytearray]]:
         """Return the messages that have arrived, as (rank, bytes), in the order in which each rank sent them."""
         comm = self._open()
         if comm is not None:
             self._accept(comm)
         found, behind, rest = [], set(), []
-        for each in self._arriving:
-            completed = _completed(each.request) if each.source not in behind else None
+        for source, request, data in self._arriving:
+            completed = _completed(request) if source not in behind else None
             if completed is None:
-                behind.add(each.source)  # a small message may be complete before a large one that was sent earlier
-                rest.append(each)
+                behind.add(source)  # a small message may be complete before a large one that was sent earlier
+                rest.append((source, request, data))
             elif completed:
-                found.append((each.source, each.data))
+                found.append((source, data))
             else:
                 self.discarded += 1
         self._arriving = rest
@@ -159,7 +200,7 @@ class MpiChannel:
 
     def _accept(self, comm: MPI.Intracomm) -> None:
         """Allocate buffers for announced messages, until the messages being received exceed LARGEST bytes."""
-        room = LARGEST - sum(len(each.data) for each in self._arriving)
+        room = LARGEST - sum(len(data) for _, _, data in self._arriving)
         for _ in range(AT_ONCE):
             message = comm.Improbe(MPI.ANY_SOURCE, TAG, self._status) if room >= 0 else None
             if message is None:
@@ -169,7 +210,7 @@ class MpiChannel:
                 self._refuse(message)
                 continue
             data = bytearray(size)
-            self._arriving.append(_Arriving(self._status.Get_source(), message.Irecv([data, MPI.BYTE]), data))
+            self._arriving.append((self._status.Get_source(), message.Irecv([data, MPI.BYTE]), data))
             room -= size
 
     def _refuse(self, message: MPI.Message) -> None:
@@ -181,122 +222,35 @@ class MpiChannel:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
 
-    def wait(self, seconds: float, sleep: float) -> bool:
-        """Sleep once; return False after a `wake` or if the time is over."""
-        if self._woken.wait(max(0.0, min(seconds, sleep))):
-            self._woken.clear()
-            return False
-        return seconds > 0
-
     def wake(self) -> None:
-        """End the present `wait`, or the next one. Any thread may call it."""
         self._woken.set()
 
-    def close(self, seconds: float) -> None:
-        """Wait for messages in flight to arrive, and receive meanwhile, so that other ranks can close as well."""
-        deadline = time.monotonic() + seconds
-        while self._has_unsent() and time.monotonic() < deadline:
-            self.receive()
-            time.sleep(SHORTEST)
-        for queue in self._sending.values():
-            for request, _ in queue:
-                request.Free()  # the receiver is gone; MPI drops the message when the job ends
-
-    def _has_unsent(self) -> bool:
-        for queue in self._sending.values():
-            while queue and _completed(queue[0][0]) is not None:
-                queue.popleft()
-        return bool(self._early) or any(self._sending.values())
-
-
-def rank_of(peer: Peer) -> int:
-    """Return the rank with which a peer's name begins."""
-    return int.from_bytes(peer[:RANK_BYTES], "big")
-
-
-_in_use = False  # whether this process has an open listener or connection
-
-
-def _open_channel(*, server: bool) -> MpiChannel:
-    """Open this process's channel; raise TransportError if its rank cannot have this role or one is open already."""
-    global _in_use
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    if size == 1:
-        raise TransportError(
-            "mpi:// needs a server and at least one worker: start it with mpirun -n and the number of ranks"
-        )
-    if server != (rank == SERVER):
-        raise TransportError(
-            f"rank {rank} cannot be a {'server' if server else 'worker'}: over MPI rank 0 is the server"
-        )
-    if _in_use:
-        raise TransportError(f"rank {rank} is connected over MPI already, and can have one connection at a time")
-    _in_use = True
-    return MpiChannel()
-
-
-class _MpiSide(Generic[T]):
-    """What the two sides share: a channel, and how it is polled for messages of type T."""
-
-    def __init__(self, *, server: bool) -> None:
-        self._channel = _open_channel(server=server)
-        self._closed = False
-        self._malformed = 0
-
-    @property
-    def discarded(self) -> int:
-        """The number of messages that were malformed or beyond the limits."""
-        return self._malformed + self._channel.discarded
-
-    def poll(self, timeout: float) -> list[T]:
-        """Check for messages, often at first, then every two milliseconds."""
-        deadline, sleep = time.monotonic() + timeout, SHORTEST
-        while True:
-            found = self._receive()
-            if found or not self._channel.wait(deadline - time.monotonic(), sleep):
-                return found or self._receive()
-            sleep = min(2 * sleep, LONGEST)
-
-    def _receive(self) -> list[T]:
-        """Return the messages that have arrived."""
-        raise NotImplementedError
-
-    def _messages(self) -> Iterator[tuple[Peer, Parts]]:
-        """Yield what has arrived, by the sender's rank and the connection's name; a goodbye has no parts."""
-        for rank, data in self._channel.receive():
-            try:
-                name, parts = unpack(data)
-            except ValueError as error:
-                self._malformed += 1
-                log.warning("Discarded a malformed message of rank %d: %s", rank, error)
-            else:
-                yield rank.to_bytes(RANK_BYTES, "big") + name, parts
-
-    def wake(self) -> None:
-        self._channel.wake()
-
     def _close(self, goodbyes: Iterable[int], name: bytes) -> None:
-        """Say goodbye to some ranks and close the channel, once."""
+        """Say goodbye to some ranks and wait for messages in flight, once; receive so that others can close as well."""
         global _in_use
         if self._closed:
             return
         self._closed = True
         for rank in goodbyes:
-            self._channel.send(rank, goodbye(name))
-        self._channel.close(LINGER)
+            self._send(rank, goodbye(name))
+        deadline = time.monotonic() + LINGER
+        while (self._early or any([self._in_flight(rank) for rank in self._sending])) and time.monotonic() < deadline:
+            self._receive_packed()
+            time.sleep(SHORTEST)
+        for queue in self._sending.values():
+            for request, _ in queue:
+                request.Free()  # the receiver is gone; MPI drops the message when the job ends
         _in_use = False
 
 
 class MpiListener(_MpiSide[tuple[Peer, Parts]], Listener):
     """The server's side over MPI. A peer is a rank and the name that its connection chose."""
 
+    address = "mpi://"
+
     def __init__(self) -> None:
         super().__init__(server=True)
         self._peers: dict[int, Peer] = {}  # the present connection of each rank
-
-    @property
-    def address(self) -> str:
-        return "mpi://"
 
     def _receive(self) -> list[tuple[Peer, Parts]]:
         found = []
@@ -310,7 +264,7 @@ class MpiListener(_MpiSide[tuple[Peer, Parts]], Listener):
 
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
         data = pack(peer[RANK_BYTES:], parts)
-        return self._peers.get(rank_of(peer)) == peer and self._channel.send(rank_of(peer), data)
+        return self._peers.get(rank_of(peer)) == peer and self._send(rank_of(peer), data)
 
     def forget(self, peer: Peer) -> None:
         """Do nothing: only a name is kept for each rank, and its goodbye removes it. Until then it can be reached."""
@@ -342,12 +296,12 @@ class MpiConnection(_MpiSide[Parts], Connection):
                     found.append(parts)
                 else:
                     self._ended = True
-                    self._channel.wake()  # nothing more comes, so do not wait for it
+                    self._woken.set()  # nothing more comes, so do not wait for it
         return found
 
     def send(self, parts: Sequence[Buffer]) -> None:
         data = pack(self._name, parts)
-        if not self._ended and not self._channel.send(SERVER, data):
+        if not self._ended and not self._send(SERVER, data):
             raise TransportError("too much is queued for the server, rank 0, which does not read it")
 
     def close(self) -> None:

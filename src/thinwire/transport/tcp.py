@@ -13,23 +13,22 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer
+from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer, Side, T
 from thinwire.transport.keys import Keys, allowed_keys, server_keys
 from thinwire.transport.limits import MOST_PARTS, acceptable, views
 
 log = logging.getLogger("thinwire.transport")
 
 Folder = str | os.PathLike[str]
-# A small part as it is, or a large part that ZeroMQ sends without copying it.
-Sendable = Buffer | zmq.Frame
-T = TypeVar("T")
+# The large parts that are queued for one peer until ZeroMQ has sent them, and their bytes. ZeroMQ copies small parts,
+# which its own limit bounds.
+Pending = deque[tuple[zmq.MessageTracker, int]]
 
 DOMAIN = "thinwire"
 # Smaller parts are copied, which is cheaper than to track when ZeroMQ has sent them.
@@ -49,20 +48,21 @@ PERSISTENT = 5
 
 
 class KeyAuthenticator:
-    """Accepts workers whose public keys are in a folder; ZeroMQ asks it from a thread of its own."""
+    """Encrypts the traffic of a socket and accepts workers whose public keys are in a folder.
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: Folder) -> None:
-        self.keys = server_keys(folder)
+    ZeroMQ asks it from a thread of its own. Close the socket before its authenticator.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]", folder: Folder) -> None:
+        keys = server_keys(folder)
         allowed_keys(folder)  # raise for a broken file now; later it would only be logged
         self._folder = folder
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
-
-    def protect(self, socket: "zmq.Socket[bytes]") -> None:
-        """Encrypt the traffic of a socket and authenticate every peer that connects to it."""
+        thread = ThreadAuthenticator(context)
+        thread.start()
+        thread.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
+        self.close = thread.stop
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # otherwise ZeroMQ accepts all peers if no authenticator answers
 
@@ -79,41 +79,8 @@ class KeyAuthenticator:
             log.info("Accepted worker %s", name)
         return name is not None
 
-    def close(self) -> None:
-        """Stop the authenticator's thread. Close the sockets that it protects first."""
-        self._authenticator.stop()
 
-
-class PendingBytes:
-    """Counts the bytes that are queued for one peer until ZeroMQ has sent them."""
-
-    def __init__(self) -> None:
-        self._parts: deque[tuple[zmq.MessageTracker, int]] = deque()
-        self._bytes = 0
-
-    def has_room(self, size: int) -> bool:
-        """Return whether a message may be queued: always into an empty queue, otherwise up to LARGEST bytes."""
-        while self._parts and self._parts[0][0].done:
-            self._bytes -= self._parts.popleft()[1]
-        return not self._parts or self._bytes + size <= LARGEST
-
-    def add(self, frames: Sequence[Sendable]) -> None:
-        """Count the large parts of a queued message. ZeroMQ copied the small ones, which its own limit bounds."""
-        for frame in frames:
-            if isinstance(frame, zmq.Frame) and not frame.tracker.done:
-                self._parts.append((frame.tracker, len(frame)))
-                self._bytes += len(frame)
-
-
-def _frames(parts: Sequence[Buffer]) -> list[Sendable]:
-    """Return the parts of a message in the form that is cheapest to send."""
-    return [
-        view if len(view) < COPIED else zmq.Frame(view, track=True, copy=False, copy_threshold=COPIED)
-        for view in views(parts)
-    ]
-
-
-class _ZmqSide(Generic[T]):
+class _ZmqSide(Side[T]):
     """What the two sides share: a ZeroMQ socket, a monitor of its handshakes, and how it is polled for messages."""
 
     def __init__(self, kind: int) -> None:
@@ -125,8 +92,7 @@ class _ZmqSide(Generic[T]):
             (zmq.RCVHWM, TO_READ),
             (zmq.MAXMSGSIZE, LARGEST),
             (zmq.LINGER, LINGER_MS),
-            # TCP's keepalive finds a dead host. ZMTP's own heartbeat would time out behind a large message on a slow
-            # link.
+            # TCP's keepalive finds a dead host. ZMTP's heartbeat would time out behind a large message on a slow link.
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, 10),
             (zmq.TCP_KEEPALIVE_INTVL, 5),
@@ -151,10 +117,7 @@ class _ZmqSide(Generic[T]):
         self.discarded = 0  # messages beyond the limits, or from peers with malformed names
 
     def watch(self, descriptor: int, *, on: bool = True) -> None:
-        """Let `poll` also return when there is something to read from this file descriptor.
-
-        Call it with `on=False` before the descriptor is closed.
-        """
+        """Let `poll` also return when this file descriptor can be read; call with `on=False` before closing it."""
         if on:
             self._watched.add(descriptor)
             self._poller.register(descriptor, zmq.POLLIN)
@@ -221,19 +184,29 @@ class _ZmqSide(Generic[T]):
         """Return the message in these frames, or None to discard it."""
         raise NotImplementedError
 
-    def _send_frames(self, frames: Sequence[Sendable]) -> bool:
-        """Queue one message; return False if its peer is unknown or the peer's queue is full."""
+    def _queue(self, pending: Pending, parts: Sequence[Buffer], *peer: Peer) -> bool:
+        """Queue one message; return False if its peer is unknown or the peer's queue is full.
+
+        An empty queue takes any message, otherwise it takes up to LARGEST bytes.
+        """
+        parts = views(parts)
+        while pending and pending[0][0].done:
+            pending.popleft()
+        if pending and sum(size for _, size in pending) + sum(map(len, parts)) > LARGEST:
+            return False
+        frames = [
+            part if len(part) < COPIED else zmq.Frame(part, track=True, copy=False, copy_threshold=COPIED)
+            for part in parts
+        ]
         try:
             # Only the first part can fail: ZeroMQ accepts the rest of a message whose first part it accepted.
-            for frame in frames[:-1]:
-                self._socket.send(frame, zmq.DONTWAIT | zmq.SNDMORE, copy=not isinstance(frame, zmq.Frame))
-            self._socket.send(frames[-1], zmq.DONTWAIT, copy=not isinstance(frames[-1], zmq.Frame))
-        except zmq.Again:
-            return False
+            self._socket.send_multipart([*peer, *frames], zmq.DONTWAIT, copy=False)  # which copies small parts
         except zmq.ZMQError as error:
-            if error.errno == errno.EHOSTUNREACH:
+            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
                 return False
             raise
+        large = [frame for frame in frames if isinstance(frame, zmq.Frame) and not frame.tracker.done]
+        pending += [(frame.tracker, len(frame)) for frame in large]
         return True
 
     def wake(self) -> None:
@@ -260,7 +233,7 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
 
     def __init__(self, endpoint: str, *, keys: Folder | None = None, shown_host: str | None = None) -> None:
         super().__init__(zmq.ROUTER)
-        self._pending: defaultdict[Peer, PendingBytes] = defaultdict(PendingBytes)
+        self._pending: defaultdict[Peer, Pending] = defaultdict(deque)
         self.refused = 0  # handshakes that failed
         socket = self._socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a message to an unknown peer instead of dropping it
@@ -268,8 +241,7 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
             if keys is not None:
-                self._authenticator = KeyAuthenticator(self._context, keys)
-                self._authenticator.protect(socket)
+                self._authenticator = KeyAuthenticator(self._context, socket, keys)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -277,13 +249,9 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
         except TransportError:
             self.close()
             raise
-        self._address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if shown_host:
-            self._address = f"tcp://{shown_host}:{self._address.rpartition(':')[2]}"
-
-    @property
-    def address(self) -> str:
-        return self._address
+            self.address = f"tcp://{shown_host}:{self.address.rpartition(':')[2]}"
 
     def _accept(self, frames: list[zmq.Frame]) -> tuple[Peer, Parts] | None:
         name, parts = frames[0], frames[1:]
@@ -302,12 +270,7 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
                 )
 
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
-        frames = _frames(parts)
-        pending = self._pending[peer]
-        if not pending.has_room(sum(map(len, frames))) or not self._send_frames([peer, *frames]):
-            return False
-        pending.add(frames)
-        return True
+        return self._queue(self._pending[peer], parts, peer)
 
     def forget(self, peer: Peer) -> None:
         self._pending.pop(peer, None)
@@ -319,7 +282,7 @@ class TcpConnection(_ZmqSide[Parts], Connection):
     def __init__(self, endpoint: str, *, keys: Keys | None = None) -> None:
         super().__init__(zmq.DEALER)
         self._where = endpoint
-        self._pending = PendingBytes()
+        self._pending: Pending = deque()
         self._keys = keys
         self._failures: int | None = 0  # handshakes that failed before the first success, then None
         self._error: TransportError | None = None
@@ -368,7 +331,5 @@ class TcpConnection(_ZmqSide[Parts], Connection):
         return None
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        frames = _frames(parts)
-        if not self._pending.has_room(sum(map(len, frames))) or not self._send_frames(frames):
+        if not self._queue(self._pending, parts):
             raise TransportError(f"too much is queued for the server at {self._where}, which does not read it")
-        self._pending.add(frames)

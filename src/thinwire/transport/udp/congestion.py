@@ -13,22 +13,13 @@ class WindowedMaximum:
     """The largest of the last `count` non-negative values; 0 if there is none yet."""
 
     def __init__(self, count: int) -> None:
-        self._count, self._number = count, 0
-        self._falling: deque[tuple[int, float]] = deque()  # (number, value) of values that no later value exceeds
+        self._values: deque[float] = deque(maxlen=count)
+        self.value = 0.0
 
     def add(self, value: float) -> None:
         """Add a value, and drop the one that leaves the window."""
-        falling = self._falling
-        while falling and falling[-1][1] <= value:
-            falling.pop()
-        self._number += 1
-        falling.append((self._number, value))
-        if falling[0][0] <= self._number - self._count:
-            falling.popleft()
-
-    @property
-    def value(self) -> float:
-        return self._falling[0][1] if self._falling else 0.0
+        self._values.append(value)
+        self.value = max(self._values)
 
 
 class TokenBucket:
@@ -36,17 +27,13 @@ class TokenBucket:
 
     def __init__(self, rate: float, depth: float, now: float) -> None:
         self.rate, self.depth = rate, depth
-        self._tokens, self._filled = depth, now
+        self.left, self._filled = depth, now  # the bytes that could leave at that time; negative if too many have left
 
     def tokens(self, now: float) -> float:
         """Return the bytes that may leave now; negative if too many have left."""
-        self._tokens = min(self.depth, self._tokens + (now - self._filled) * self.rate)
+        self.left = min(self.depth, self.left + (now - self._filled) * self.rate)
         self._filled = now
-        return self._tokens
-
-    def spend(self, size: int) -> None:
-        """Take out the tokens of bytes that leave."""
-        self._tokens -= size
+        return self.left
 
 
 # A probe begins above this smoothed loss, unless an earlier probe found that loss to be the link's own; then it begins
@@ -182,10 +169,7 @@ class Pacer:
     @property
     def rate(self) -> float:
         """The pacing rate in bytes a second, without the receiver's fair share."""
-        return self._rate(self._arrival_rate)
-
-    def _rate(self, arrival_rate: float) -> float:
-        return min(self.window * self._size / max(self.rtt or _INITIAL_RTT, 1e-3), arrival_rate)
+        return min(self.window * self._size / max(self.rtt or _INITIAL_RTT, 1e-3), self._arrival_rate)
 
     @property
     def _arrival_rate(self) -> float:
@@ -203,7 +187,7 @@ class Pacer:
     def spend(self, size: int) -> None:
         """Account for so many bytes that leave."""
         for bucket in self._buckets:
-            bucket.spend(size)
+            bucket.left -= size
 
     def on_ack(self, sample: AckSample, now: float) -> None:
         """Update the loss, the RTT and the congestion window from an ack."""
@@ -221,23 +205,23 @@ class Pacer:
             self._capacity = max(rate, highest * 0.5 ** ((now - since) / _CAPACITY_HALF_LIFE)), now
         self._longest_queue.add(sample.queue)
         if self._probe.running:
-            self._continue_probe(sample, now)
+            window = self._probe.on_ack(sample.sent, sample.lost, self.rtt, now)
+            if window is not None and window <= self.window:
+                self._reduce(window, now)
+            elif window is not None:
+                self.window = max(_MINIMUM_WINDOW, window)
         elif self._is_congested(sample) or self._overflows(sample, usual) or self._causes_queue(sample, now):
-            if (
-                now - self._reduced > 2 * self.rtt
-            ):  # the losses of one RTT are one event, whose effect shows an RTT later
-                self._reduce(now, _BETA if sample.lost else _QUEUE_BETA)
+            # The losses of one RTT are one event, whose effect shows an RTT later.
+            if now - self._reduced > 2 * self.rtt:
+                self._reduce(self.window * (_BETA if sample.lost else _QUEUE_BETA), now)
         elif sample.limited and self._probe.is_due(sample.sent, sample.lost, now):
             self.window = max(_MINIMUM_WINDOW, self._probe.begin(self.window, now))
         elif sample.limited:
             self._grow(sample, now)
-        self._update_buckets(sample.share)
-
-    def _update_buckets(self, share: int) -> None:
-        arrival_rate, burst, limit = self._arrival_rate, BURST * self._size, share or _HIGHEST_RATE
+        arrival_rate, burst, limit = self._arrival_rate, BURST * self._size, sample.share or _HIGHEST_RATE
         # Timers have a resolution of a millisecond, so that a fast link stays busy only with more than that in a burst.
         self._even.rate, self._even.depth = arrival_rate, max(burst, 0.002 * arrival_rate)
-        self._windows.rate, self._windows.depth = self._rate(arrival_rate), self.window * self._size
+        self._windows.rate, self._windows.depth = self.rate, self.window * self._size
         self._shared.rate, self._shared.depth = limit, max(burst, _SHARE_BURST * limit)
 
     def _is_congested(self, sample: AckSample) -> bool:
@@ -253,16 +237,12 @@ class Pacer:
         if not sample.limited or sample.queue <= _PACED_QUEUE_DELAY:
             self._competes_until = 0.0 if sample.queue <= _PACED_QUEUE_DELAY else self._competes_until
             return False
-        if self.window > _MAIN_SHARE * self._in_flight:
+        in_flight = self._capacity[0] * self.rtt / self._size  # estimated packets of all senders on the link
+        if self.window > _MAIN_SHARE * in_flight:
             return now >= self._competes_until
         if sample.queue > QUEUE_DELAY:
             self._competes_until = now + _COMPETE_SECONDS
         return False
-
-    @property
-    def _in_flight(self) -> float:
-        """The estimated packets of all senders that are in flight on the link."""
-        return self._capacity[0] * self.rtt / self._size
 
     def _overflows(self, sample: AckSample, usual: float) -> bool:
         """Return whether a queue overflows that is too short to show as a delay.
@@ -275,21 +255,10 @@ class Pacer:
         excess = sample.lost > expected + 4.0 * (expected * (1.0 - usual)) ** 0.5 + 4.0
         return excess and sample.span > 1.3 * sample.took
 
-    def _continue_probe(self, sample: AckSample, now: float) -> None:
-        window = self._probe.on_ack(sample.sent, sample.lost, self.rtt, now)
-        if window is None:
-            return
-        if window <= self.window:
-            self._note_reduction(now)
-        self.window = max(window, _MINIMUM_WINDOW)
-
-    def _reduce(self, now: float, factor: float) -> None:
-        self._note_reduction(now)
-        self.window = max(_MINIMUM_WINDOW, self.window * factor)
-
-    def _note_reduction(self, now: float) -> None:
+    def _reduce(self, window: float, now: float) -> None:
         self._window_max, self._reduced, self._slow_start = self.window, now, False
         self.reductions += 1
+        self.window = max(_MINIMUM_WINDOW, window)
 
     def _grow(self, sample: AckSample, now: float) -> None:
         """Double the window per RTT until there is a queue (slow start), then grow it as CUBIC does."""

@@ -14,23 +14,15 @@ from thinwire.transport.base import Buffer, Connection, Listener, Parts, Peer
 from thinwire.transport.limits import MTU, check_mtu
 from thinwire.transport.tcp import TcpConnection, TcpListener
 from thinwire.transport.udp.congestion import FairShares
-from thinwire.transport.udp.packet import (
-    DATA_BYTES,
-    KEY_BYTES,
-    OVERHEAD,
-    Envelope,
-    EnvelopeKind,
-    new_keys,
-    read_envelope,
-)
+from thinwire.transport.udp.packet import DATA_BYTES, OVERHEAD, Envelope, EnvelopeKind, new_keys, read_envelope
 from thinwire.transport.udp.recovery import MOST_PIECES, pack_all
 from thinwire.transport.udp.session import UdpSession
 from thinwire.transport.udp.socket import SocketThread, open_socket
 
 log = logging.getLogger("thinwire.transport")
 
-# What the server tells a worker of its session: number, port, mtu; the keys follow.
-_WELCOME = struct.Struct("<IHH")
+# What the server tells a worker of its session: number, port, mtu, keys
+_WELCOME = struct.Struct("<IHH64s")
 _TOKEN_BYTES = 8
 # The largest head of a message, which every packet repeats.
 _HEAD_BYTES = 48
@@ -138,15 +130,15 @@ class UdpConnection(Connection):
         return []
 
     def _begin_session(self, welcome: bytes) -> None:
-        if len(welcome) != _WELCOME.size + 2 * KEY_BYTES:
+        if len(welcome) != _WELCOME.size:
             raise TransportError("the server's answer to a request for a udp session is malformed")
-        number, port, mtu = _WELCOME.unpack_from(welcome)
+        number, port, mtu, keys = _WELCOME.unpack(welcome)
         self.piece_bytes = piece_bytes(check_mtu(mtu))
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET  # a name means IPv4, as for tcp
         found = socket.getaddrinfo(self._host.strip("[]"), port, family, socket.SOCK_DGRAM)[0]
         sock = open_socket(found[0])
         sock.connect(found[4])
-        self._session = UdpSession(number, welcome[_WELCOME.size :], server=False, mtu=mtu)
+        self._session = UdpSession(number, keys, server=False, mtu=mtu)
         self._thread = SocketThread(sock, self._tcp.wake, server=False)
         self._thread.sessions[number] = self._session
         self._tcp.watch(self._thread.fileno())
@@ -172,7 +164,6 @@ class UdpConnection(Connection):
         return [[memoryview(part) for part in parts] for parts in messages]
 
     def _flush(self, *, everything: bool = False) -> None:
-        """Send what was queued since the last time."""
         if self._thread is None or self._session is None:
             return
         for parts in self._thread.drain(self._session, everything=everything):
@@ -217,6 +208,7 @@ class UdpListener(Listener):
 
     def __init__(self, tcp: TcpListener, host: str, *, mtu: int | None = None) -> None:
         self._tcp, self._mtu = tcp, check_mtu(MTU if mtu is None else mtu)
+        self.address = "udp" + tcp.address[3:]
         self.piece_bytes = piece_bytes(self._mtu)
         sock = open_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
@@ -232,10 +224,6 @@ class UdpListener(Listener):
         self._thread = SocketThread(sock, tcp.wake, server=True)
         tcp.watch(self._thread.fileno())
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        return "udp" + self._tcp.address[3:]
 
     @property
     def rejected(self) -> dict[str, int]:
@@ -287,7 +275,7 @@ class UdpListener(Listener):
                 number = next(n for n in iter(lambda: secrets.randbits(32), None) if n not in sessions)
                 keys = new_keys()
                 session = UdpSession(number, keys, server=True, mtu=self._mtu, shares=self._shares)
-                session.token, session.welcome = token, _WELCOME.pack(number, self._port, self._mtu) + keys
+                session.token, session.welcome = token, _WELCOME.pack(number, self._port, self._mtu, keys)
                 self._sessions[peer] = sessions[number] = session
         self._tcp.send(peer, Envelope(EnvelopeKind.KEY, session.number, 0, [session.welcome]).as_parts())
 
@@ -358,8 +346,7 @@ class UdpListener(Listener):
         return send_pieces(self._thread, session, head, pieces)
 
     def figures(self, peer: Peer) -> dict[str, float]:
-        session = self._sessions.get(peer)
-        return {} if session is None else figures(session)
+        return figures(self._sessions[peer]) if peer in self._sessions else {}
 
     def forget(self, peer: Peer) -> None:
         self._tcp.forget(peer)

@@ -14,7 +14,7 @@ from thinwire import _native
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer
 from thinwire.transport.udp.congestion import AckSample, Pacer
-from thinwire.transport.udp.packet import MessageAck, pack_end
+from thinwire.transport.udp.packet import MessageAck
 
 # A received body: whether the transport acknowledges the message, the pieces that were sent, and their bytes
 _HEAD = struct.Struct("<?HI")
@@ -90,13 +90,8 @@ class OutgoingMessage:
 
     def packet_contents(self, count: int) -> list[bytes]:
         """Return the contents of the next `count` packets."""
-        first, pieces = self.next, self.pieces
-        now = [bytes(piece) for piece in pieces[first : first + count]]
-        return _native.pack_data(self.number, first, len(pieces), self.head, now, time.time(), _PADDING)
-
-    def end_marker(self) -> bytes:
-        """Return the contents of the end marker, which is sent after the last packet."""
-        return pack_end(self.number, len(self.pieces), self.total, self.head)
+        pieces = [bytes(piece) for piece in self.pieces[self.next : self.next + count]]
+        return _native.pack_data(self.number, self.next, len(self.pieces), self.head, pieces, time.time(), _PADDING)
 
 
 class PieceSender:
@@ -144,17 +139,8 @@ class PieceSender:
         del self._unacked[ack.message]
         lost = len(ack.lost)
         self.counts["lost"] += lost
-        sample = AckSample(
-            sent=ack.count,
-            size=message.total,
-            lost=lost,
-            queue=ack.queue,
-            span=ack.span,
-            took=message.left - message.began,
-            rtt=now - message.left - ack.delay,
-            limited=message.limited,
-            share=ack.share,
-        )
+        took, rtt, limited = message.left - message.began, now - message.left - ack.delay, message.limited
+        sample = AckSample(ack.count, message.total, lost, ack.queue, ack.span, took, rtt, limited, ack.share)
         self.pacer.on_ack(sample, now)
         self._all_lost = self._all_lost + 1 if ack.count and lost == ack.count else 0
         if self._all_lost >= _ALL_LOST:
@@ -220,22 +206,18 @@ class Reassembly:
 
     def __init__(self) -> None:
         self.open: dict[int, PartialMessage] = {}
-        self._closed: OrderedDict[int, float | None] = OrderedDict()  # recent messages, and when their end markers came
+        self.closed: OrderedDict[int, float | None] = OrderedDict()  # recent messages, and when their end markers came
         self.loss_timer = LossTimer()
         self._span = -1
         self._least: list[float] = []  # the least one-way delay, by two clocks, in each of the last three spans
         self.received = self.late = self.repeated = self.lost = 0
 
-    def was_closed(self, message: int) -> bool:
-        """Return whether this message was closed recently, so that its packets come late."""
-        return message in self._closed
-
     def add(self, group: PacketGroup) -> bool:
         """Add packets of one message; return whether the message is complete now."""
         message, count, head, pieces, repeated, flight, first, last = group
-        if message in self._closed:
+        if message in self.closed:
             self.late += len(pieces)
-            ended = self._closed[message]
+            ended = self.closed[message]
             if ended is not None:
                 self.loss_timer.on_delay(time.monotonic() - ended)
             return False
@@ -265,9 +247,9 @@ class Reassembly:
 
     def end(self, message: int, count: int, total: int, head: bytes, now: float) -> PartialMessage | None:
         """Note that a message's end marker came; return the message, None if it is closed already."""
-        if message in self._closed:
-            if self._closed[message] is None:  # it was complete before its end marker came
-                self._closed[message] = now
+        if message in self.closed:
+            if self.closed[message] is None:  # it was complete before its end marker came
+                self.closed[message] = now
                 self.loss_timer.on_delay(0.0)
             return None
         found = self.open.get(message)
@@ -281,9 +263,9 @@ class Reassembly:
     def close(self, number: int) -> PartialMessage:
         """Close a message: what is missing counts as lost."""
         message = self.open.pop(number)
-        self._closed[number] = message.ended
-        while len(self._closed) > _CLOSED:
-            self._closed.popitem(last=False)
+        self.closed[number] = message.ended
+        while len(self.closed) > _CLOSED:
+            self.closed.popitem(last=False)
         self.lost += message.count - len(message.pieces)
         if message.pieces and message.ended is not None:
             self.loss_timer.on_delay(message.last - message.ended)

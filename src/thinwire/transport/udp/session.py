@@ -13,22 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from thinwire.transport.base import Buffer
+from thinwire.transport.udp import packet
 from thinwire.transport.udp.congestion import FairShares
-from thinwire.transport.udp.packet import (
-    CONTROL_BYTES,
-    KEY_BYTES,
-    OVERHEAD,
-    SHORT_BYTES,
-    Envelope,
-    EnvelopeKind,
-    MessageAck,
-    PacketDecryptor,
-    PacketEncryptor,
-    pack_control,
-    read_acks,
-    read_end,
-    read_records,
-)
+from thinwire.transport.udp.packet import KEY_BYTES, Envelope, EnvelopeKind, MessageAck
 from thinwire.transport.udp.recovery import PacketGroup, PartialMessage, PieceSender, Reassembly, pack
 
 # How far the number of a packet may be ahead of the next expected one; an envelope further ahead comes over TCP.
@@ -41,23 +28,17 @@ _BATCH_BYTES = 1 << 14
 _NEVER = 3600.0
 
 
-@dataclass
-class _Unacked:
-    """A short envelope that may travel in a control packet, until the other side has acknowledged it."""
-
-    envelope: Envelope
-    record: bytes = b""  # made when it is needed: without loss it never is
-    sent: float = 0.0
-    times: int = 0
-
-
 @dataclass(slots=True)
 class _Queued:
-    """An envelope that waits to be sent over TCP, and since when."""
+    """An envelope that waits to be sent over TCP, and if it is short, until the other side has acknowledged it."""
 
     envelope: Envelope
     since: float
     short: bool = True
+    # Of its control packets:
+    record: bytes = b""  # made when it is needed: without loss it never is
+    sent: float = 0.0
+    times: int = 0
 
 
 class EnvelopeQueue:
@@ -68,18 +49,18 @@ class EnvelopeQueue:
         self._number = self._acknowledged = 0
         self._reliable: deque[_Queued] = deque()
         self._reserved: dict[int, _Queued] = {}  # end markers of messages whose packets have not all left yet
-        self._short: deque[_Unacked] = deque()
-        self._payloads = 0  # how many of those that wait for TCP are not end markers
+        self._short: deque[_Queued] = deque()
+        self.payloads = 0  # how many of those that wait for TCP are not end markers
 
     def put(self, kind: EnvelopeKind, parts: Sequence[Buffer], acks: bytes = b"") -> None:
         """Queue an envelope."""
         self._number += 1
         envelope = Envelope(kind, self._session, self._number, parts, acks)
-        short = envelope.size <= SHORT_BYTES
-        self._reliable.append(_Queued(envelope, time.monotonic(), short))
-        self._payloads += 1
-        if short:
-            self._short.append(_Unacked(envelope))
+        queued = _Queued(envelope, time.monotonic(), envelope.size <= packet.SHORT_BYTES)
+        self._reliable.append(queued)
+        self.payloads += 1
+        if queued.short:
+            self._short.append(queued)
 
     def reserve(self) -> int:
         """Return a number for a message in pieces; later envelopes wait on TCP until `release` is called for it."""
@@ -94,7 +75,7 @@ class EnvelopeQueue:
         queued = self._reserved.pop(number, None)
         if queued is not None:
             queued.envelope = Envelope(EnvelopeKind.END, self._session, number, [end_marker])
-            self._short.append(_Unacked(queued.envelope))
+            self._short.append(queued)
 
     def on_ack(self, expected: int) -> None:
         """Drop the envelopes that the other side has: all before the number that it expects next."""
@@ -118,13 +99,11 @@ class EnvelopeQueue:
                 found.append(Envelope(EnvelopeKind.BATCH, self._session, expected, [b"".join(records)]).as_parts())
                 records.clear()
 
-        if not self._reliable:
-            return []
-        if not self._payloads:
+        if not self.payloads:
             before = min(before, ends_before)
         elif not all(each.short for each in self._reliable):
-            before = math.inf  # a long envelope travels over TCP only, and those before it must stay before it
-        while self._reliable and self._reliable[0].since <= before and not self._is_reserved(self._reliable[0]):
+            before = time.monotonic()  # a long envelope travels over TCP only, after all those before it
+        while self.oldest <= before:
             queued = self._next()
             if queued.short:
                 records.append(queued.envelope.as_record())
@@ -138,26 +117,19 @@ class EnvelopeQueue:
 
     @property
     def oldest(self) -> float:
-        """When the oldest envelope was queued that waits for TCP and may be sent."""
-        return self._reliable[0].since if self._reliable and not self._is_reserved(self._reliable[0]) else math.inf
+        """When the envelope was queued that is the next to send over TCP; infinity if none may be sent."""
+        first = self._reliable[0] if self._reliable else None
+        return math.inf if first is None or first.envelope.number in self._reserved else first.since
 
     @property
     def waiting(self) -> bool:
         """Whether any envelope waits for TCP or for an ack."""
         return bool(self._reliable) or bool(self._short)
 
-    @property
-    def has_payload(self) -> bool:
-        """Whether any envelope but end markers waits for TCP."""
-        return self._payloads > 0
-
     def _next(self) -> _Queued:
         queued = self._reliable.popleft()
-        self._payloads -= queued.envelope.kind is not EnvelopeKind.END
+        self.payloads -= queued.envelope.kind is not EnvelopeKind.END
         return queued
-
-    def _is_reserved(self, queued: _Queued) -> bool:
-        return queued.envelope.number in self._reserved
 
     def control_records(self, now: float, retransmit: float, *, copies: int) -> tuple[list[list[bytes]], float]:
         """Return the records of each control packet to send now, and the seconds until more are due.
@@ -165,9 +137,7 @@ class EnvelopeQueue:
         A new envelope is sent in `copies` packets. An unacknowledged one is retransmitted after `retransmit` seconds,
         and then at growing intervals.
         """
-        again: list[bytes] = []
-        new: list[bytes] = []
-        pause = _NEVER
+        again, new, pause = [], [], _NEVER
         for each in self._short:
             if not each.times:
                 each.record = each.envelope.as_record()
@@ -189,13 +159,10 @@ class EnvelopeQueue:
 
     def _grouped(self, records: Sequence[bytes]) -> list[list[bytes]]:
         groups: list[list[bytes]] = []
-        room = 0
         for record in records:
-            if not groups or len(record) > room:
+            if not groups or sum(map(len, groups[-1])) + len(record) > self._room:
                 groups.append([])
-                room = self._room
             groups[-1].append(record)
-            room -= len(record)
         return groups
 
     def forget_short(self) -> None:
@@ -206,7 +173,7 @@ class EnvelopeQueue:
 
     def clear(self) -> None:
         """Drop the end markers of messages whose packets will not leave any more, so that later envelopes can."""
-        self._reliable = deque(each for each in self._reliable if not self._is_reserved(each))  # these are end markers
+        self._reliable = deque(each for each in self._reliable if each.envelope.number not in self._reserved)
         self._reserved.clear()
 
 
@@ -215,45 +182,36 @@ class ReorderBuffer:
 
     def __init__(self) -> None:
         self.expected = 1
-        self._early: dict[int, Envelope] = {}
-        self._acks: dict[int, list[MessageAck]] = {}  # the parsed acks of these
+        self.early: dict[int, Envelope] = {}  # those that were not delivered yet
+        self.acks: dict[int, list[MessageAck]] = {}  # the parsed acks of these
         self._highest = 0  # the highest number that came over TCP: an envelope missing before it never comes
         self.gaps = 0  # how often envelopes were skipped because they were lost with a connection
 
     def add(self, envelope: Envelope, *, reliable: bool) -> bool:
         """Add an envelope from either channel; return False if it is a duplicate or too far ahead."""
         number = envelope.number
-        if number < self.expected or number in self._early or (not reliable and number > self.expected + AHEAD):
+        if number < self.expected or number in self.early or (not reliable and number > self.expected + AHEAD):
             return False
         # Malformed acks and end markers raise here, before they can block the envelopes behind them.
         if len(envelope.acks):
-            self._acks[number] = read_acks(envelope.acks)
+            self.acks[number] = packet.read_acks(envelope.acks)
         if envelope.kind is EnvelopeKind.END:
-            read_end(envelope.parts[0] if envelope.parts else b"")
-        self._early[number] = envelope
+            packet.read_end(envelope.parts[0] if envelope.parts else b"")
+        self.early[number] = envelope
         if reliable:
             self._highest = max(self._highest, number)
         return True
 
-    @property
-    def waiting(self) -> bool:
-        """Whether any envelope is here that was not delivered."""
-        return bool(self._early)
-
     def current(self) -> Envelope | None:
         """Return the next envelope if it is here; skip those that were lost with a connection."""
-        if self.expected < self._highest and self.expected not in self._early:
-            self.expected, self.gaps = min(self._early), self.gaps + 1
-        return self._early.get(self.expected)
-
-    def acks(self) -> list[MessageAck]:
-        """Return the acks of the next envelope."""
-        return self._acks.get(self.expected, [])
+        if self.expected < self._highest and self.expected not in self.early:
+            self.expected, self.gaps = min(self.early), self.gaps + 1
+        return self.early.get(self.expected)
 
     def advance(self) -> None:
         """Go on to the next number."""
-        self._early.pop(self.expected, None)
-        self._acks.pop(self.expected, None)
+        self.early.pop(self.expected, None)
+        self.acks.pop(self.expected, None)
         self.expected += 1
 
 
@@ -278,21 +236,20 @@ class UdpSession:
     """One session, on either side."""
 
     def __init__(self, number: int, keys: bytes, *, server: bool, mtu: int, shares: FairShares | None = None) -> None:
-        mine, theirs = keys[:KEY_BYTES], keys[KEY_BYTES:]
-        if not server:
-            mine, theirs = theirs, mine
+        first, second = keys[:KEY_BYTES], keys[KEY_BYTES:]
+        mine, theirs = (first, second) if server else (second, first)
         self.number, self.mtu = number, mtu
-        self.encryptor, self.decryptor = PacketEncryptor(number, mine), PacketDecryptor(theirs)
+        self.encryptor, self.decryptor = packet.PacketEncryptor(number, mine), packet.PacketDecryptor(theirs)
         self.sender = PieceSender(mtu)
         self.reassembly = Reassembly()
         self._shares = shares  # server: of all senders
         self.address: Address | None = None  # where packets go; None until it is known
         self.segments = True  # whether the kernel may be given several packets by one call
         self.origin = b""  # server: the address from which the newest packet came, as the kernel writes it
-        self._out, self._in = EnvelopeQueue(number, mtu - OVERHEAD - CONTROL_BYTES), ReorderBuffer()
+        self._out, self._in = EnvelopeQueue(number, mtu - packet.OVERHEAD - packet.CONTROL_BYTES), ReorderBuffer()
         self.control_due = 0.0  # when control packets must be looked after
         self._loss_level = 0  # copies of a short envelope, by the measured loss
-        self._announce_open = False  # whether the other side must be told that its packets arrive
+        self.announce_open = False  # whether the other side must be told that its packets arrive
         self._acks: list[bytes] = []
         self._news = 0.0  # when a control packet last brought new envelopes
         self._repeated = False  # whether the other side retransmits what is here already: it needs an ack
@@ -300,13 +257,9 @@ class UdpSession:
 
     # Out
 
-    def announce_open(self) -> None:
-        """Tell the other side that its packets arrive."""
-        self._announce_open = True
-
     def has_control(self, now: float) -> bool:
         """Return whether anything but packets of messages may have to be sent now."""
-        if self._acks or self._announce_open or self._repeated or self._out.has_payload:
+        if self._acks or self.announce_open or self._repeated or self._out.payloads:
             return True
         return self._out.waiting and (self._loss_level > 0 or now >= self._out.oldest + self._tcp_delays(now)[1])
 
@@ -318,7 +271,7 @@ class UdpSession:
     @property
     def has_news(self) -> bool:
         """Whether anything has arrived that `deliver` has not returned."""
-        return bool(self.reassembly.open) or self._in.waiting
+        return bool(self.reassembly.open) or bool(self._in.early)
 
     def put(self, kind: EnvelopeKind, parts: Sequence[Buffer]) -> None:
         """Queue a message that must arrive; waiting acks travel with it."""
@@ -332,34 +285,28 @@ class UdpSession:
         now = time.monotonic()
         delay, end_delay = (0.0, 0.0) if everything else self._tcp_delays(now)
         found = self._out.drain(self._in.expected, now - delay, now - end_delay)
-        if self._announce_open:
-            self._announce_open = False
+        if self.announce_open:
+            self.announce_open = False
             found.insert(0, Envelope(EnvelopeKind.OPEN, self.number, 0, []).as_parts())
         return found
 
     def _tcp_delays(self, now: float) -> tuple[float, float]:
         """Return the seconds for which envelopes wait before they go over TCP, and those for end markers alone."""
-        if self._copies(now):
-            return _TCP_DELAY, _TCP_DELAY
-        return 0.0, 0.0 if self._loss_level or not self.can_send(now) else _END_DELAY
-
-    def _copies(self, now: float) -> int:
-        """Return in how many control packets a short envelope is sent."""
-        return self._loss_level if self._loss_level and self.can_send(now) else 0
+        if not self.can_send(now):
+            return 0.0, 0.0
+        return (_TCP_DELAY, _TCP_DELAY) if self._loss_level else (0.0, _END_DELAY)
 
     def control_packets(self, now: float) -> tuple[list[bytes], float]:
         """Return the control packets to send now, if the network loses packets, and the seconds until more are due."""
-        copies = self._copies(now)
-        if not copies:
+        if not self._loss_level or not self.can_send(now):
             self._repeated = False
             self._out.forget_short()
             return [], _NEVER
         retransmit = _RETRANSMIT_RTTS * self.sender.pacer.rtt + _GRANULARITY
-        groups, pause = self._out.control_records(now, retransmit, copies=copies)
-        if not groups and self._repeated:
-            groups = [[]]
+        groups, pause = self._out.control_records(now, retransmit, copies=self._loss_level)
+        groups = groups or [[]] * self._repeated  # an empty packet carries the ack alone
         self._repeated = False
-        return [self.encryptor.encrypt(pack_control(self._in.expected, group)) for group in groups], pause
+        return [self.encryptor.encrypt(packet.pack_control(self._in.expected, group)) for group in groups], pause
 
     def can_send(self, now: float) -> bool:
         """Return whether packets may be tried."""
@@ -380,7 +327,8 @@ class UdpSession:
             packets = self.encryptor.encrypt_all(message.packet_contents(count))
             send(packets)
             if self.sender.on_sent(message, count, sum(map(len, packets)), time.monotonic()):
-                self._out.release(message.number, message.end_marker())
+                number, pieces = message.number, len(message.pieces)
+                self._out.release(number, packet.pack_end(number, pieces, message.total, message.head))
         return _NEVER
 
     # In
@@ -389,12 +337,12 @@ class UdpSession:
         """Add an envelope of this session from either channel; return whether it is new."""
         if envelope.kind is EnvelopeKind.BATCH:
             self._out.on_ack(envelope.number)
-            records = read_records(self.number, envelope.parts[0] if envelope.parts else b"")
+            records = packet.read_records(self.number, envelope.parts[0] if envelope.parts else b"")
             return any([self.receive_envelope(each, reliable=reliable) for each in records])
         if not self._in.add(envelope, reliable=reliable):
             return False
         if envelope.kind is EnvelopeKind.END:  # start the loss timer now, even if earlier envelopes are missing
-            self.reassembly.end(*read_end(envelope.parts[0]), time.monotonic())
+            self.reassembly.end(*packet.read_end(envelope.parts[0]), time.monotonic())
         return True
 
     def receive_control(self, expected: int, envelopes: list[Envelope]) -> bool:
@@ -411,7 +359,7 @@ class UdpSession:
     def receive_pieces(self, group: PacketGroup) -> bool:
         """Add packets of a message; return whether the message is complete and can be delivered."""
         message = group[0]
-        if not self._in.expected <= message <= self._in.expected + AHEAD and not self.reassembly.was_closed(message):
+        if not self._in.expected <= message <= self._in.expected + AHEAD and message not in self.reassembly.closed:
             return False
         if self._shares is not None:
             self._shares.on_packets(self.number, self.mtu * len(group[3]), group[-1])
@@ -422,14 +370,14 @@ class UdpSession:
         found: list[list[Buffer]] = []
         lost: list[Lost] = []
         partial = self.reassembly.open
-        while partial or self._in.waiting:
+        while self.has_news:
             message = partial.get(self._in.expected)
             if message is not None and message.complete:  # it needs no end marker
                 found.append(self._finish(message, now))
             elif (envelope := self._in.current()) is None:
                 break
             elif envelope.kind is EnvelopeKind.END:
-                message = self.reassembly.end(*read_end(envelope.parts[0]), now)
+                message = self.reassembly.end(*packet.read_end(envelope.parts[0]), now)
                 if message is not None:
                     if not message.complete and now < self._gives_up(message):
                         break
@@ -438,7 +386,8 @@ class UdpSession:
                 if envelope.kind is not EnvelopeKind.ACK:
                     found.append(list(envelope.parts))
                 if len(envelope.acks):
-                    lost += [(ack.message, ack.lost) for ack in self._in.acks() if self.sender.on_ack(ack, now)]
+                    acks = self._in.acks[envelope.number]
+                    lost += [(ack.message, ack.lost) for ack in acks if self.sender.on_ack(ack, now)]
                     self._loss_level = sum(self.sender.pacer.loss > bar for bar in _COPIES)
             self._in.advance()
         return found, lost
@@ -456,15 +405,15 @@ class UdpSession:
         total = sum(map(len, message.pieces.values())) if message.complete else message.total
         return [message.head, pack(message.count, total, sorted(message.pieces.items()), reported=True)]
 
-    def _gives_up(self, message: PartialMessage) -> float:
-        return (message.ended or 0.0) + self.reassembly.loss_timer.timeout
+    def _gives_up(self, message: PartialMessage | None) -> float:
+        """Return when a message's missing packets count as lost."""
+        ended = math.inf if message is None or message.ended is None else message.ended
+        return ended + self.reassembly.loss_timer.timeout
 
     def deadline(self, now: float) -> float:
         """Return when the next message's missing packets count as lost, or an envelope must go over TCP."""
-        message = self.reassembly.open.get(self._in.expected)
-        gives_up = math.inf if message is None or message.ended is None else self._gives_up(message)
-        oldest = self._out.oldest
-        return gives_up if oldest == math.inf else min(gives_up, oldest + self._tcp_delays(now)[1])
+        gives_up = self._gives_up(self.reassembly.open.get(self._in.expected))
+        return min(gives_up, self._out.oldest + self._tcp_delays(now)[1])
 
     def time_to_complete(self, now: float) -> float:
         """Return the seconds until the rest of the next message should be here; 0 if none of it is arriving.

@@ -22,16 +22,7 @@ from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer
 from thinwire.transport.limits import LARGEST_PACKET
 from thinwire.transport.udp.congestion import SPAN
-from thinwire.transport.udp.packet import (
-    CONTROL,
-    DATA,
-    OVERHEAD,
-    PREFIX,
-    PROBE,
-    SplitPacket,
-    read_control,
-    split_packet,
-)
+from thinwire.transport.udp.packet import CONTROL, DATA, OVERHEAD, PREFIX, PROBE, SplitPacket, read_control
 from thinwire.transport.udp.session import Address, UdpSession
 
 log = logging.getLogger("thinwire.transport")
@@ -112,10 +103,11 @@ class PacketReceiver:
         try:
             if plain[0] == CONTROL:
                 return session.receive_control(*read_control(session.number, plain))
-            if plain[0] != PROBE:
-                raise TransportError(f"a packet has the unknown kind {plain[0]}")
+            if plain[0] == PROBE:
+                return False
         except (TransportError, struct.error, IndexError):
-            self._rejected["broken"] += 1
+            pass  # it is counted, as is a packet of an unknown kind
+        self._rejected["broken"] += 1
         return False
 
 
@@ -123,7 +115,7 @@ def _learn_address(session: UdpSession, origin: bytes) -> bool:
     """Note where a session's peer is; return whether that was unknown before."""
     first, session.origin, session.address = session.address is None, origin, _native.address_of(origin)
     if first:
-        session.announce_open()
+        session.announce_open = True
     return first
 
 
@@ -179,9 +171,8 @@ class SocketThread(threading.Thread):
 
     def close(self) -> None:
         """End the thread and close the socket."""
-        if not self._ending:
-            self._ending = True
-            self.wake()
+        self._ending = True
+        self.wake()
         if self.is_alive():
             self.join(5.0)
         for each in (self._socket, self._woken, self._waker):
@@ -287,7 +278,7 @@ class SocketThread(threading.Thread):
 
     def inject(self, packet: bytes, origin: bytes, stamp: float) -> bool:
         """Receive a packet as if it had been read from the socket; for tests and benchmarks."""
-        parts = split_packet(packet)
+        parts = _native.split_datagram(packet, PREFIX, OVERHEAD)
         if parts is None:
             self.rejected["truncated" if len(packet) < OVERHEAD else "foreign"] += 1
         return parts is not None and self._receiver.receive([(parts, origin, stamp)])
@@ -314,13 +305,11 @@ class SocketThread(threading.Thread):
 
 def _can_segment(sock: socket.socket) -> bool:
     """Return whether the kernel splits a buffer into packets. One that cannot would send it as one packet."""
-    if sys.platform != "linux":
-        return False
-    try:
-        sock.setsockopt(socket.IPPROTO_UDP, _SEGMENT, 0)
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            sock.setsockopt(socket.IPPROTO_UDP, _SEGMENT, 0)
+            return True
+    return False
 
 
 def _equal_runs(packets: Iterable[bytes]) -> Iterator[list[bytes]]:
