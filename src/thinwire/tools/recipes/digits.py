@@ -43,10 +43,9 @@ def load_digits(data_dir: Path | None) -> Splits:
     if data_dir is not None and not data_dir.is_dir():
         raise RecipeError(f"the data folder {data_dir} does not exist: leave out --data, which the digits do not need.")
     pixels, labels = read_digits()
-    images = pixels.view(-1, 1, 8, 8)
     # The file is sorted by writer; a fixed shuffle puts every writer into both splits.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images = nn.functional.interpolate(images, size=16, mode="bilinear", align_corners=False)
+    images = nn.functional.interpolate(pixels.view(-1, 1, 8, 8), size=16, mode="bilinear", align_corners=False)
     images = images.expand(-1, 3, -1, -1)[order].contiguous()
     # Centred images train in fewer and smoother steps.
     images -= images[:TRAIN].mean(0)

@@ -28,11 +28,10 @@ DIAGNOSED = ("delta", "xi", "residual_ratio", "cosine", "age", "waited")
 def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
     """Return the data that page.js draws."""
     run = logs[0].run
-    methods = list(by_method(logs))
     scale = 100.0 if run.metric == "accuracy" else 1.0
     goal, *others = dict.fromkeys(target_of(log.run) for log in logs)
     return {
-        "methods": methods,
+        "methods": list(by_method(logs)),
         "metric": "accuracy (%)" if run.metric == "accuracy" else run.metric.upper(),
         "percent": run.metric == "accuracy",
         "target": None if goal is None or others else goal * scale,

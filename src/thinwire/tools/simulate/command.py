@@ -55,10 +55,7 @@ def schedule(
     """Predict makespan and staleness of the server's request scheduling policies."""
     from thinwire.tools.simulate.schedule import Case, compare
 
-    if profile is not None:
-        times = _from_profile(profile, layers, (forward, backward, transfer))
-    else:
-        times = _from_options(layers, {"forward": forward, "backward": backward, "transfer": transfer})
+    times = _times(profile, layers, {"forward": forward, "backward": backward, "transfer": transfer})
     case = Case(
         times,
         workers,
@@ -105,22 +102,18 @@ def _conclude(verdict: str, report: Path | None) -> None:
     Console().print(verdict, *([] if report is None else [f"The page is {report}."]), sep="\n", highlight=False)
 
 
-def _from_profile(path: Path, layers: int | None, given: tuple[str | None, ...]) -> "tuple[LayerTimes, ...]":
-    from thinwire.tools.race.profile import read_profile
+def _times(profile: Path | None, layers: int | None, given: dict[str, str | None]) -> "tuple[LayerTimes, ...]":
+    from thinwire.tools.race.profile import LayerTimes, read_profile
 
-    if any(option is not None for option in given):
-        raise ValueError("--from brings the times: leave out --forward, --backward and --transfer")
-    times = read_profile(path)
-    if layers not in (None, len(times)):
-        raise ValueError(f"the profile {path} has {len(times)} layers, not {layers}: leave out --layers")
-    return times
-
-
-def _from_options(layers: int | None, given: dict[str, str | None]) -> "tuple[LayerTimes, ...]":
-    from thinwire.tools.race.profile import LayerTimes
-
-    usual = {"forward": "1", "backward": "2", "transfer": "1"}
-    texts = {what: text if text is not None else usual[what] for what, text in given.items()}
+    typed = {what: text for what, text in given.items() if text is not None}
+    if profile is not None:
+        if typed:
+            raise ValueError("--from brings the times: leave out --forward, --backward and --transfer")
+        times = read_profile(profile)
+        if layers not in (None, len(times)):
+            raise ValueError(f"the profile {profile} has {len(times)} layers, not {layers}: leave out --layers")
+        return times
+    texts = {"forward": "1", "backward": "2", "transfer": "1", **typed}
     lengths = [text.count(",") + 1 for text in texts.values() if "," in text]
     count = layers or max(lengths, default=8)
     columns = [_numbers(text, f"--{what}", count, "layers") for what, text in texts.items()]

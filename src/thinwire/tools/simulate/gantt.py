@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,8 @@ def _data(case: Case, outcomes: Sequence[ScheduleOutcome]) -> dict[str, Any]:
 
 def _steps_shown(case: Case, outcomes: Sequence[ScheduleOutcome]) -> int:
     counts = Counter(i.clock for o in outcomes for i in o.intervals)
-    total, shown = 0, 0
-    while shown < case.iterations and (total := total + counts[shown]) <= MOST_BARS:
-        shown += 1
-    return max(1, shown)
+    totals = accumulate(counts[step] for step in range(case.iterations))
+    return max(1, sum(total <= MOST_BARS for total in totals))
 
 
 def _bars(workers: int, intervals: Iterable[Interval]) -> list[dict[str, dict[str, list[float]]]]:
