@@ -89,7 +89,7 @@ def _tell(case: "Case", outcomes: "list[ScheduleOutcome]", json_file: Path | Non
         names = {"winner": best.policy, "fastest": list(fastest.values())}
         options.write_json(json_file, {"unit": "seconds", "case": asdict(case), "outcomes": figures, **names})
     if report is not None:
-        write_gantt(case, outcomes, report, command=options.invocation())
+        write_gantt(case, outcomes, report, options.invocation())
     title = f"{case.workers} workers, {len(case.layers)} layers, {case.iterations} steps, B = {case.staleness}"
     caption = "waiting: of a step's forward pass; staleness: of the copies it used, in steps"
     Console().print(options.table_of(comparison(outcomes), title=title, caption=caption, bold=fastest))
@@ -177,7 +177,10 @@ def scale_command(
 
     if not measured:
         options.refuse(context, ("calibrate_up_to", "cores"), "describe measurements: give --measured too")
-    names, counts = _known(options.listed(exchanges, "--exchanges")), tuple(options.parse_counts(workers))
+    names = options.listed(exchanges, "--exchanges")
+    if strange := [name for name in names if name not in EXCHANGES.split(",")]:
+        raise ValueError(f"no exchange is called {strange[0]!r}; there are {EXCHANGES.replace(',', ', ')}")
+    counts = options.parse_counts(workers)
     speed, inside = options.needed_rate(rate), options.needed_rate(bus, "--bus")
     if not 0.0 < density <= 1.0:
         raise ValueError(f"--density lies in (0, 1], not {density}")
@@ -197,19 +200,11 @@ def scale_command(
         raise ValueError("give --compute, the step time without communication, or --measured files to find it")
     if compute is not None:
         task = replace(task, compute=parse_delay(compute, "--compute"))
-    found = Scaling(task, cluster, names, counts, tuple(points), lab, options.invocation())
+    found = Scaling(task, cluster, tuple(names), tuple(counts), tuple(points), lab, options.invocation())
     options.write_json(json_file, found.to_json())
     if report is not None:
         found.page(report)
     _show(found, report)
-
-
-def _known(names: list[str]) -> tuple[str, ...]:
-    known = EXCHANGES.split(",")
-    for name in names:
-        if name not in known:
-            raise ValueError(f"no exchange is called {name!r}; there are {', '.join(known)}")
-    return tuple(names)
 
 
 def _show(found: "Scaling", page: Path | None) -> None:

@@ -14,7 +14,7 @@ MOST_BARS = 24_000
 LANES = ("forward", "backward", "push", "pull")
 
 
-def write_gantt(case: Case, outcomes: Sequence[ScheduleOutcome], path: Path, *, command: str = "") -> None:
+def write_gantt(case: Case, outcomes: Sequence[ScheduleOutcome], path: Path, command: str) -> None:
     """Write one self-contained page about a case and the outcome of each policy."""
     write_page(
         path,
@@ -23,7 +23,7 @@ def write_gantt(case: Case, outcomes: Sequence[ScheduleOutcome], path: Path, *, 
         verdict=verdict(outcomes),
         facts=_facts(case),
         table=comparison(outcomes),
-        made={"Command": command} if command else {},
+        made={"Command": command},
         data=_data(case, outcomes),
     )
 
