@@ -83,14 +83,11 @@ def _bytes(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
     """Return the waiting time of a step and the last value of the metric by transport and packet loss."""
-    transports: dict[str, list[RunLog]] = {}
-    for log in logs:
-        if log.run.transport:
-            transports.setdefault(log.run.transport, []).append(log)
     if not any(log.run.packet_loss for log in logs):
         return []
-    for runs in transports.values():
-        runs.sort(key=lambda log: log.run.packet_loss)
+    ordered = sorted(logs, key=lambda log: log.run.packet_loss)
+    transports = dict.fromkeys(log.run.transport for log in logs if log.run.transport)
+    groups = {transport: [log for log in ordered if log.run.transport == transport] for transport in transports}
     return [
         {
             "transport": transport,
@@ -98,7 +95,7 @@ def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
             "wait": [round(1e3 * sum(s.exchange for s in settled(log)) / max(len(settled(log)), 1), 3) for log in runs],
             "value": [_rounded(last_value(log, "test"), scale) for log in runs],
         }
-        for transport, runs in transports.items()
+        for transport, runs in groups.items()
     ]
 
 

@@ -108,10 +108,8 @@ class MethodSummary:
 
 def by_method(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
     """Return the runs of each method, in the order of their first log."""
-    groups: dict[str, list[RunLog]] = {}
-    for log in logs:
-        groups.setdefault(log.run.method, []).append(log)
-    return groups
+    methods = dict.fromkeys(log.run.method for log in logs)
+    return {method: [log for log in logs if log.run.method == method] for method in methods}
 
 
 def baseline_of(run: Run, groups: Mapping[str, Sequence[RunLog]]) -> str | None:
@@ -157,8 +155,7 @@ def reached(log: RunLog, target: float | None = None) -> Eval | None:
 
 def last_value(log: RunLog, split: str) -> float | None:
     """Return the last value of the metric on a split, or None."""
-    values = [e.value for e in log.evals if e.split == split]
-    return values[-1] if values else None
+    return next((e.value for e in reversed(log.evals) if e.split == split), None)
 
 
 def _median(logs: Sequence[RunLog], figure: Callable[[RunLog], float | None]) -> float | None:
