@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 
 # The functions that return the recipes; they take no arguments.
+_MODULES = {
+    "digits": ("digits", "mnist", "mnist-conv", "fashion-mnist", "fashion-mnist-conv"),
+    "cifar10": ("cifar10",),
+    "translate": ("translate", "translate-layernorm", "translate-transformer"),
+}
 _BUILT_IN = {
-    "digits": "thinwire.tools.recipes.digits:digits",
-    "mnist": "thinwire.tools.recipes.digits:mnist",
-    "mnist-conv": "thinwire.tools.recipes.digits:mnist_conv",
-    "fashion-mnist": "thinwire.tools.recipes.digits:fashion_mnist",
-    "fashion-mnist-conv": "thinwire.tools.recipes.digits:fashion_mnist_conv",
-    "cifar10": "thinwire.tools.recipes.cifar10:cifar10",
-    "translate": "thinwire.tools.recipes.translate:translate",
-    "translate-layernorm": "thinwire.tools.recipes.translate:translate_layernorm",
-    "translate-transformer": "thinwire.tools.recipes.translate:translate_transformer",
+    name: f"thinwire.tools.recipes.{module}:{name.replace('-', '_')}"
+    for module, names in _MODULES.items()
+    for name in names
 }
 
 
@@ -40,10 +39,8 @@ def get_recipe(name: str) -> "Recipe":
 
     where, colon, function_name = _BUILT_IN.get(name, name).rpartition(":")
     if not (colon and where and function_name):
-        known = ", ".join(_BUILT_IN)
-        raise RecipeError(
-            f"unknown recipe {name!r}: give one of {known}, or module:function or file.py:function for your own."
-        )
+        known = ", ".join([*_BUILT_IN, "or module:function or file.py:function for your own."])
+        raise RecipeError(f"unknown recipe {name!r}: give one of {known}")
     module = _import_file(name, Path(where)) if where.endswith(".py") else _import_module(name, where)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -75,6 +72,3 @@ def _import_file(name: str, path: Path) -> ModuleType:
     if module.__file__ is None or Path(module.__file__).resolve() != path.resolve():
         raise RecipeError(f"recipe {name!r}: another module is named {path.stem!r}, so rename the file.")
     return module
-
-
-__all__ = ["get_recipe", "recipe_names"]

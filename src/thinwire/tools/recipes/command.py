@@ -1,11 +1,12 @@
 """The command `thinwire recipes`, which lists the recipes."""
 
-import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from thinwire.tools.options import write_json
 
 
 def recipes(
@@ -16,32 +17,20 @@ def recipes(
     """List the recipes that `train` and `race` can train by name."""
     from thinwire.tools.recipes import get_recipe, recipe_names
 
-    rows = [describe(get_recipe(name)) for name in recipe_names()]
+    rows = [
+        {
+            "name": recipe.name,
+            "description": recipe.description,
+            "parameters": recipe.parameter_count(),
+            "data": recipe.data,
+            "metric": recipe.metric,
+            "defaults": asdict(recipe.defaults),
+        }
+        for recipe in map(get_recipe, recipe_names())
+    ]
+    write_json(json_file, {"recipes": rows})
     if json_file is None:
         _show(rows)
-        return
-    text = json.dumps({"recipes": rows}, indent=1) + "\n"
-    if json_file == Path("-"):
-        sys.stdout.write(text)
-        return
-    try:
-        json_file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {json_file} ({error.strerror}): choose another place") from error
-
-
-def describe(recipe: Any) -> dict[str, Any]:
-    """Return a recipe as plain data."""
-    from dataclasses import asdict
-
-    return {
-        "name": recipe.name,
-        "description": recipe.description,
-        "parameters": recipe.parameter_count(),
-        "data": recipe.data,
-        "metric": recipe.metric,
-        "defaults": asdict(recipe.defaults),
-    }
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -89,9 +89,7 @@ def cuda_convnet(*, strides: tuple[int, int] = (2, 2), classes: int = 10) -> nn.
         "relu4": nn.ReLU(),
         "fc3": nn.Linear(192, classes),
     }
-    model = nn.Sequential(OrderedDict(layers))
-    he_initialise(model)
-    return model
+    return he_initialised(nn.Sequential(OrderedDict(layers)))
 
 
 def _pool(stride: int) -> nn.MaxPool2d:
@@ -99,7 +97,7 @@ def _pool(stride: int) -> nn.MaxPool2d:
     return nn.MaxPool2d(3, stride, padding=1 if stride == 1 else 0, ceil_mode=True)
 
 
-def he_initialise(model: nn.Module) -> None:
+def he_initialised(model: nn.Sequential) -> nn.Sequential:
     """Initialise for ReLU after He, with a small last layer, so that the first loss is about ln(classes)."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     for layer in layers:
@@ -107,3 +105,4 @@ def he_initialise(model: nn.Module) -> None:
         assert layer.bias is not None
         nn.init.zeros_(layer.bias)
     nn.init.normal_(layers[-1].weight, std=0.01)
+    return model

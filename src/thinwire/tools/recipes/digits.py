@@ -4,8 +4,9 @@
 `fashion-mnist` train the fully connected network of Aji and Heafield, or a small convolutional one.
 """
 
+from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import RecipeError
-from thinwire.tools.recipes.convnet import cuda_convnet, he_initialise
+from thinwire.tools.recipes.convnet import cuda_convnet, he_initialised
 from thinwire.tools.recipes.files import Asset, cache_dir, fetch, find_file, read_idx_images
 from thinwire.tools.recipes.recipe import Defaults, Recipe, Splits, TensorSplit
 
@@ -42,10 +43,9 @@ def load_digits(data_dir: Path | None) -> Splits:
     if data_dir is not None and not data_dir.is_dir():
         raise RecipeError(f"the data folder {data_dir} does not exist: leave out --data, which the digits do not need.")
     pixels, labels = read_digits()
-    images = pixels.view(-1, 1, 8, 8)
     # The file is sorted by writer; a fixed shuffle puts every writer into both splits.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images = nn.functional.interpolate(images, size=16, mode="bilinear", align_corners=False)
+    images = nn.functional.interpolate(pixels.view(-1, 1, 8, 8), size=16, mode="bilinear", align_corners=False)
     images = images.expand(-1, 3, -1, -1)[order].contiguous()
     # Centred images train in fewer and smoother steps.
     images -= images[:TRAIN].mean(0)
@@ -87,14 +87,6 @@ _MIRRORS = {
 }
 
 
-def assets(dataset: str) -> dict[str, Asset]:
-    """Return the four published files of a dataset by their names without .gz."""
-    return {
-        name: Asset(f"{name}.gz", tuple(f"{base}{name}.gz" for base in _MIRRORS[dataset]), f"sha256:{digest}")
-        for name, digest in _SUMS[dataset].items()
-    }
-
-
 def scaled(pixels: Tensor) -> Tensor:
     """Scale bytes to a mean of about 0 and a standard deviation of about 1."""
     return (pixels.float() - 33.0) / 78.0
@@ -102,48 +94,34 @@ def scaled(pixels: Tensor) -> Tensor:
 
 def load_mnist(dataset: str, data_dir: Path | None) -> Splits:
     """Read the four IDX files from a folder, or download them to the cache."""
-    files = assets(dataset)
 
     def locate(name: str) -> Path:
-        if data_dir is None:
-            return fetch(files[name], cache_dir(dataset))
-        return find_file(data_dir, name, subfolders=(dataset,))
+        if data_dir is not None:
+            return find_file(data_dir, name, subfolders=(dataset,))
+        urls = tuple(f"{base}{name}.gz" for base in _MIRRORS[dataset])
+        return fetch(Asset(f"{name}.gz", urls, f"sha256:{_SUMS[dataset][name]}"), cache_dir(dataset))
 
     def split(part: str) -> TensorSplit:
         pixels, labels = read_idx_images(locate(f"{part}-images-idx3-ubyte"), locate(f"{part}-labels-idx1-ubyte"))
-        images = torch.tensor(pixels).unsqueeze(1)
-        return TensorSplit(images, torch.tensor(labels).long(), scaled)
+        return TensorSplit(torch.tensor(pixels).unsqueeze(1), torch.tensor(labels).long(), scaled)
 
     return Splits(train=split("train"), test=split("t10k"))
 
 
 def fully_connected() -> nn.Sequential:
     """Return the network 784-4096-2048-1024-10 with ReLU, which has 13.7 million parameters."""
-    sizes = (784, 4096, 2048, 1024)
-    layers: list[nn.Module] = [nn.Flatten()]
-    for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
-    he_initialise(model)
-    return model
+    hidden = [(nn.Linear(*sizes), nn.ReLU()) for sizes in pairwise((784, 4096, 2048, 1024))]
+    return he_initialised(nn.Sequential(nn.Flatten(), *chain(*hidden), nn.Linear(1024, 10)))
 
 
 def small_conv() -> nn.Sequential:
     """Return a network of two convolutions and two fully connected layers with 0.4 million parameters."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 256),
-        nn.ReLU(),
-        nn.Linear(256, 10),
+    layers = (
+        *(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 7 * 7, 256), nn.ReLU(), nn.Linear(256, 10)),
     )
-    he_initialise(model)
-    return model
+    return he_initialised(nn.Sequential(*layers))
 
 
 def _recipe(name: str, pictures: str, data: str, *, convolutional: bool, epochs: int, target: float) -> Recipe:
@@ -161,23 +139,8 @@ def _recipe(name: str, pictures: str, data: str, *, convolutional: bool, epochs:
 
 _MNIST = ("Handwritten digits", "MNIST, 60,000 + 10,000 images, 11 MB")
 _FASHION = ("Pictures of clothing", "Fashion-MNIST, 60,000 + 10,000 images, 30 MB")
-
-
-def mnist() -> Recipe:
-    """Return the recipe `mnist`: handwritten digits on the fully connected network."""
-    return _recipe("mnist", *_MNIST, convolutional=False, epochs=5, target=0.98)
-
-
-def mnist_conv() -> Recipe:
-    """Return the recipe `mnist-conv`: handwritten digits on the convolutional network."""
-    return _recipe("mnist-conv", *_MNIST, convolutional=True, epochs=5, target=0.985)
-
-
-def fashion_mnist() -> Recipe:
-    """Return the recipe `fashion-mnist`: pictures of clothing on the fully connected network."""
-    return _recipe("fashion-mnist", *_FASHION, convolutional=False, epochs=10, target=0.88)
-
-
-def fashion_mnist_conv() -> Recipe:
-    """Return the recipe `fashion-mnist-conv`: pictures of clothing on the convolutional network."""
-    return _recipe("fashion-mnist-conv", *_FASHION, convolutional=True, epochs=10, target=0.88)
+# Functions that return the recipes.
+mnist = partial(_recipe, "mnist", *_MNIST, convolutional=False, epochs=5, target=0.98)
+mnist_conv = partial(_recipe, "mnist-conv", *_MNIST, convolutional=True, epochs=5, target=0.985)
+fashion_mnist = partial(_recipe, "fashion-mnist", *_FASHION, convolutional=False, epochs=10, target=0.88)
+fashion_mnist_conv = partial(_recipe, "fashion-mnist-conv", *_FASHION, convolutional=True, epochs=10, target=0.88)

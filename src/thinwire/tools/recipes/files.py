@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -64,8 +65,7 @@ def fetch(asset: Asset, folder: Path) -> Path:
         except (OSError, HTTPException, RecipeError) as error:
             if isinstance(error, OSError) and error.errno in _DISK:  # another mirror would not help
                 raise cannot_write(folder, error) from error
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            reasons.append(f"{url}: {reason}")
+            reasons.append(f"{url}: {error.reason if isinstance(error, urllib.error.URLError) else error}")
     raise RecipeError(
         f"cannot download {asset.name} ({'; '.join(reasons)}): "
         "try again later, or get the file by other means and give its folder with --data."
@@ -99,17 +99,13 @@ def _download(url: str, name: str, out: BinaryIO) -> None:
     with urllib.request.urlopen(request, timeout=30) as answer, Progress(*columns) as progress:
         announced = int(answer.headers.get("Content-Length") or 0) or None
         task = progress.add_task(f"downloading {name}", total=announced)
-        received = 0
         while chunk := answer.read(CHUNK):
-            out.write(chunk)
-            received += len(chunk)
-            progress.update(task, completed=received)
-    if announced is not None and received != announced:
-        raise RecipeError(f"the connection ended after {received:,} of {announced:,} bytes")
+            progress.update(task, advance=out.write(chunk))
+    if announced is not None and out.tell() != announced:
+        raise RecipeError(f"the connection ended after {out.tell():,} of {announced:,} bytes")
 
 
 def _check(asset: Asset, path: Path) -> None:
-    """Compare the checksum of the downloaded contents with the published one."""
     method, _, expected = asset.checksum.partition(":")
     digest = hashlib.new(method)
     packed = asset.name.endswith(".gz") and not asset.name.endswith(".tar.gz")
@@ -137,10 +133,9 @@ def find_file(data_dir: Path, name: str, *, subfolders: tuple[str, ...] = (), zi
     if not data_dir.is_dir():
         raise RecipeError(f"the data folder {data_dir} does not exist: give the folder that holds {name}.")
     folders = [data_dir / sub for sub in subfolders if _has_files(data_dir / sub)] or [data_dir]
-    for folder in folders:
-        for candidate in (folder / name, *([folder / f"{name}.gz"] if zipped else [])):
-            if candidate.is_file():
-                return candidate
+    for folder, suffix in product(folders, ("", ".gz") if zipped else ("",)):
+        if (candidate := folder / f"{name}{suffix}").is_file():
+            return candidate
     forms = f" (as it is or as {name}.gz)" if zipped else ""
     raise RecipeError(f"{name} is missing in {folders[0]}: put it there{forms}, or leave out --data to download it.")
 
@@ -177,15 +172,15 @@ def read_idx(path: Path, *, dimensions: int) -> Bytes:
     return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)
 
 
-def read_idx_images(images: Path, labels: Path, *, classes: int = 10) -> tuple[Bytes, Bytes]:
+def read_idx_images(images: Path, labels: Path) -> tuple[Bytes, Bytes]:
     """Return 28 x 28 images and their labels from two IDX files."""
     pixels, targets = read_idx(images, dimensions=3), read_idx(labels, dimensions=1)
     if pixels.shape[1:] != (28, 28):
         raise RecipeError(f"{images} holds images of {pixels.shape[1]} x {pixels.shape[2]}, not 28 x 28.")
     if len(pixels) != len(targets):
         raise RecipeError(f"{images} holds {len(pixels):,} images, but {labels} {len(targets):,} labels.")
-    if len(targets) == 0 or targets.max() >= classes:
-        raise RecipeError(f"{labels} has no labels from 0 to {classes - 1}: it is corrupt, delete it and get it again.")
+    if len(targets) == 0 or targets.max() > 9:
+        raise RecipeError(f"{labels} has no labels from 0 to 9: it is corrupt, delete it and get it again.")
     return pixels, targets
 
 

@@ -5,9 +5,10 @@ which is learned from the training files.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from thinwire.tools.recipes.files import Asset, cache_dir, fetch, find_file, rea
 from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Split, Splits, adam
 
 PAD, UNKNOWN, BEGIN, END = range(4)
+LONGEST = 256  # pieces of a sentence
 
 
 def continued(target: Tensor) -> Tensor:
@@ -80,9 +82,11 @@ class NormalisedGRU(nn.Module):
 
 
 class _Translator(nn.Module):
-    """An embedding of word pieces that also scores the next piece."""
+    """An embedding of word pieces that also scores the next piece; a subclass encodes and decodes."""
 
     bias: nn.Parameter
+    _encode: Callable[[Tensor], tuple[Tensor, ...]]  # of sources: what `_next` needs
+    _next: Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]  # the last position's states
 
     def __init__(self, vocabulary: int, units: int, dropout: float) -> None:
         super().__init__()
@@ -96,6 +100,19 @@ class _Translator(nn.Module):
 
     def _score(self, states: Tensor) -> Tensor:
         return nn.functional.linear(states, self.pieces.weight, self.bias)
+
+    def greedy(self, source: Tensor, limit: int) -> Tensor:
+        """Return greedy translations: the best piece at every position until all sentences have ended."""
+        encoded, written = self._encode(source), torch.full_like(source[:, :1], BEGIN)
+        ended = torch.zeros_like(written, dtype=torch.bool)
+        for _ in range(min(limit, LONGEST - 1)):
+            states, encoded = self._next(written, encoded)
+            piece = self._score(states).argmax(2).masked_fill(ended, END)
+            written = torch.cat([written, piece], dim=1)
+            ended = ended | (piece == END)
+            if bool(ended.all()):
+                break
+        return written[:, 1:]
 
 
 class RecurrentTranslator(_Translator):
@@ -111,11 +128,10 @@ class RecurrentTranslator(_Translator):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return the scores of the next piece at the positions of the target that `continued` returns."""
-        memory, mask, state = self.encode(source)
-        joined, _ = self._decode(target, memory, mask, state)
+        joined, _ = self._decode(target, *self._encode(source))
         return self._score(joined[continued(target)])
 
-    def encode(self, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _encode(self, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the encoder's outputs, the mask without padding, and the first state of the decoder."""
         mask = source != PAD
         outputs, last = self.encoder(self.dropout(self._embed(source)), mask, None)
@@ -128,22 +144,10 @@ class RecurrentTranslator(_Translator):
         joined = torch.tanh(self.join(torch.cat([states, torch.bmm(weights, memory)], dim=2)))
         return self.dropout(joined), last
 
-    def greedy(self, source: Tensor, limit: int) -> Tensor:
-        """Return greedy translations: the best piece at every position until all sentences have ended."""
-        memory, mask, state = self.encode(source)
-        piece = torch.full_like(source[:, :1], BEGIN)
-        written, ended = [], torch.zeros_like(piece, dtype=torch.bool)
-        for _ in range(limit):
-            joined, state = self._decode(piece, memory, mask, state)
-            piece = self._score(joined).argmax(2).masked_fill(ended, END)
-            written.append(piece)
-            ended = ended | (piece == END)
-            if bool(ended.all()):
-                break
-        return torch.cat(written, dim=1)
-
-
-LONGEST = 256
+    def _next(self, written: Tensor, encoded: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        memory, mask, state = encoded
+        joined, state = self._decode(written[:, -1:], memory, mask, state)
+        return joined, (memory, mask, state)
 
 
 class TransformerTranslator(_Translator):
@@ -165,41 +169,25 @@ class TransformerTranslator(_Translator):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return the scores of the next piece at the positions of the target that `continued` returns."""
-        return self._score(self._decode(target, self._encode(source), source == PAD)[continued(target)])
+        return self._score(self._decode(target, *self._encode(source))[continued(target)])
 
     def _embed(self, pieces: Tensor) -> Tensor:
         placed: Tensor = self.dropout(super()._embed(pieces) + self.places[: pieces.shape[1]])
         return placed
 
-    def _encode(self, source: Tensor) -> Tensor:
-        memory: Tensor = self.encoder(self._embed(source), src_key_padding_mask=source == PAD)
-        return memory
+    def _encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        padding = source == PAD
+        return self.encoder(self._embed(source), src_key_padding_mask=padding), padding
 
     def _decode(self, target: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
         length = target.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
-        states: Tensor = self.decoder(
-            self._embed(target),
-            memory,
-            tgt_mask=later,
-            tgt_key_padding_mask=target == PAD,
-            memory_key_padding_mask=padding,
-        )
+        masks = {"tgt_mask": later, "tgt_key_padding_mask": target == PAD, "memory_key_padding_mask": padding}
+        states: Tensor = self.decoder(self._embed(target), memory, **masks)
         return states
 
-    def greedy(self, source: Tensor, limit: int) -> Tensor:
-        """Return greedy translations: the best piece at every position until all sentences have ended."""
-        memory, padding = self._encode(source), source == PAD
-        written = torch.full_like(source[:, :1], BEGIN)
-        ended = torch.zeros_like(written, dtype=torch.bool)
-        for _ in range(min(limit, LONGEST - 1)):
-            states = self._decode(written, memory, padding)
-            piece = self._score(states[:, -1:]).argmax(2).masked_fill(ended, END)
-            written = torch.cat([written, piece], dim=1)
-            ended = ended | (piece == END)
-            if bool(ended.all()):
-                break
-        return written[:, 1:]
+    def _next(self, written: Tensor, encoded: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return self._decode(written, *encoded)[:, -1:], encoded
 
 
 def _sinusoids(length: int, units: int) -> Tensor:
@@ -221,15 +209,11 @@ _SUMS = {
 
 
 def _need(module: str) -> Any:
-    """Import one of the two packages that only these recipes need."""
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise RecipeError(
-            f"the translate recipes need {module}: install it with pip install 'thinwire[translate]'."
-        ) from error
+        how = "install it with pip install 'thinwire[translate]'"
+        raise RecipeError(f"the translate recipes need {module}: {how}.") from error
 
 
 @dataclass(frozen=True)
@@ -246,10 +230,8 @@ class SentencePairs:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return padded sources, and padded targets with begin and end marks."""
-        return (
-            pad_sequence([self.sources[i] for i in indices], batch_first=True, padding_value=PAD),
-            pad_sequence([self.targets[i] for i in indices], batch_first=True, padding_value=PAD),
-        )
+        sides = (self.sources, self.targets)
+        return tuple(pad_sequence([side[i] for i in indices], batch_first=True, padding_value=PAD) for side in sides)
 
 
 def learn_vocabulary(lines: Sequence[str]) -> Any:
@@ -320,7 +302,7 @@ def translation_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def translations(model: nn.Module, split: SentencePairs, samples: int) -> list[str]:
     """Return the model's greedy translations of the first `samples` sentences as text."""
-    assert isinstance(model, RecurrentTranslator | TransformerTranslator)
+    assert isinstance(model, _Translator)
     device = next(model.parameters()).device
     # Sorting by length saves padding and steps.
     order = sorted(range(samples), key=lambda index: len(split.sources[index]))
@@ -341,10 +323,10 @@ def bleu(model: nn.Module, split: Split, samples: int) -> float:
     return float(_need("sacrebleu").corpus_bleu(answers, [split.references[:samples]]).score)
 
 
-def _recipe(name: str, description: str, model: Any, *, lr: float) -> Recipe:
+def _recipe(name: str, network: str, model: Any, *, lr: float) -> Recipe:
     return Recipe(
         name,
-        description=description,
+        description=f"German to English with a {network}.",
         data="Multi30k German-English, 29,000 + 1,000 sentences, 1.2 MB",
         model=lambda: model(VOCABULARY),
         load=load,
@@ -356,19 +338,10 @@ def _recipe(name: str, description: str, model: Any, *, lr: float) -> Recipe:
     )
 
 
-def translate() -> Recipe:
-    """Return the recipe `translate`."""
-    description = "German to English with a GRU encoder-decoder and attention."
-    return _recipe("translate", description, RecurrentTranslator, lr=2e-3)
-
-
-def translate_layernorm() -> Recipe:
-    """Return the recipe `translate-layernorm`."""
-    description = "German to English with a layer-normalised GRU encoder-decoder and attention."
-    return _recipe("translate-layernorm", description, partial(RecurrentTranslator, normalised=True), lr=2e-3)
-
-
-def translate_transformer() -> Recipe:
-    """Return the recipe `translate-transformer`."""
-    description = "German to English with a small Transformer."
-    return _recipe("translate-transformer", description, TransformerTranslator, lr=1e-3)
+_LAYERNORM = "layer-normalised GRU encoder-decoder and attention"
+# Functions that return the recipes.
+translate = partial(_recipe, "translate", "GRU encoder-decoder and attention", RecurrentTranslator, lr=2e-3)
+translate_layernorm = partial(
+    _recipe, "translate-layernorm", _LAYERNORM, partial(RecurrentTranslator, normalised=True), lr=2e-3
+)
+translate_transformer = partial(_recipe, "translate-transformer", "small Transformer", TransformerTranslator, lr=1e-3)

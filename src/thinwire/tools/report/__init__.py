@@ -1,4 +1,1 @@
-"""The report: one self-contained HTML page from event logs.
-
-`thinwire.tools.report.page.write_report` writes it; `thinwire.tools.report.summary.summarise` computes its figures.
-"""
+"""The report: `page.write_report` makes one self-contained HTML page from event logs, `summary` its figures."""

@@ -12,25 +12,23 @@ from typing import Any
 from thinwire.errors import LogError
 
 Row = Mapping[str, str]
-Pairs = Sequence[tuple[str, str]]
-
-
 # The text above the title of each kind of page; the key is the name of its template, script and style.
 BRANDS = {"page": "report", "advice": "advice", "gantt": "simulation", "scale": "scale", "study": "reproduces"}
 
 
-def fill(
+def write_page(
+    path: Path,
     name: str,
     *,
     title: str,
     verdict: str,
-    facts: Pairs,
+    facts: Mapping[str, str],
     table: Sequence[Row],
-    runs: Pairs,
+    made: Mapping[str, str],
     data: Mapping[str, Any],
     more: Mapping[str, str] | None = None,
-) -> str:
-    """Return a self-contained page: frame.html around `name`.html, with `name`.js and `name`_more.css.
+) -> None:
+    """Write a self-contained page: frame.html around `name`.html, with `name`.js, which draws `data`, and its style.
 
     `more` has further markup for the template by its placeholder.
     """
@@ -46,9 +44,9 @@ def fill(
         "BRAND": BRANDS[name],
         "TITLE": escape(title),
         "VERDICT": escape(verdict),
-        "FACTS": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts),
+        "FACTS": "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items()),
         "TABLE": table_of(table),
-        "RUNS": "".join(f"<dt>{escape(k)}</dt><dd><pre>{escape(v)}</pre></dd>" for k, v in runs),
+        "RUNS": "".join(f"<dt>{escape(k)}</dt><dd><pre>{escape(v)}</pre></dd>" for k, v in made.items()),
         "STYLE": read("page.css", f"{name}_more.css"),
         # Text from a log must not end the script element that contains it, so "<" is escaped.
         "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
@@ -57,7 +55,7 @@ def fill(
         **(more or {}),
     }
     parts["MAIN"] = _filled(read(f"{name}.html"), parts)
-    return _filled(read("frame.html"), parts)
+    replace_file(path, _filled(read("frame.html"), parts))
 
 
 def _filled(template: str, parts: Mapping[str, str]) -> str:
@@ -65,32 +63,14 @@ def _filled(template: str, parts: Mapping[str, str]) -> str:
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
 
 
-def write_page(
-    path: Path,
-    name: str,
-    *,
-    title: str,
-    verdict: str,
-    facts: Mapping[str, str],
-    table: Sequence[Row],
-    made: Mapping[str, str],
-    data: Mapping[str, Any],
-    more: Mapping[str, str] | None = None,
-) -> None:
-    """Write a self-contained page; its script draws `data`."""
-    lists: dict[str, Pairs] = {"facts": list(facts.items()), "runs": list(made.items())}
-    replace_file(path, fill(name, title=title, verdict=verdict, table=table, data=data, more=more, **lists))
-
-
 def table_of(rows: Sequence[Row]) -> str:
     """Return rows as an HTML table with the headings of the first row."""
     if not rows:
         return ""
-    headings = list(rows[0])
-    head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in headings)
+    first, *rest = rows[0]
+    head = "".join(f"<th scope=col>{escape(heading)}</th>" for heading in rows[0])
     body = ""
     for row in rows:
-        first, *rest = headings
         cells = "".join(f'<td data-label="{escape(h)}">{escape(row.get(h, "–"))}</td>' for h in rest)
         method = escape(row.get(first, ""))
         body += f'<tr><th scope=row data-method="{method}">{method}</th>{cells}</tr>'
@@ -116,22 +96,21 @@ def replace_file(path: Path, text: str) -> None:
 def write_study_page(
     path: Path,
     *,
-    title: str,
-    verdict: str,
-    facts: Mapping[str, str],
     claims: Sequence[Row],
     notes: Sequence[str],
     tables: Sequence[tuple[str, str, Sequence[Row]]],
     figures: Sequence[Mapping[str, Any]],
-    made: Mapping[str, str],
+    **page: Any,
 ) -> None:
-    """Write the page of a reproduced paper; tables are (title, note, rows), and study.js draws the figures."""
+    """Write the page of a reproduced paper; tables are (title, note, rows), and study.js draws the figures.
+
+    `page` has the title, the verdict, the facts and the commands (`made`) for `write_page`.
+    """
     more = {
         "NOTES": "".join(f"<li>{escape(note)}</li>" for note in notes),
         "TABLES": "".join(_section(*table) for table in tables),
     }
-    data = {"figures": list(figures)}
-    write_page(path, "study", title=title, verdict=verdict, facts=facts, table=claims, made=made, data=data, more=more)
+    write_page(path, "study", table=claims, data={"figures": list(figures)}, more=more, **page)
 
 
 def _section(title: str, note: str, rows: Sequence[Row]) -> str:

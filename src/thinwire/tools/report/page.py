@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.events import PHASES, Histogram, Run, RunLog
-from thinwire.tools.report.markup import Row, fill, replace_file
+from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.summary import (
     MethodSummary,
     by_method,
@@ -28,11 +28,10 @@ DIAGNOSED = ("delta", "xi", "residual_ratio", "cosine", "age", "waited")
 def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
     """Return the data that page.js draws."""
     run = logs[0].run
-    methods = list(by_method(logs))
     scale = 100.0 if run.metric == "accuracy" else 1.0
     goal, *others = dict.fromkeys(target_of(log.run) for log in logs)
     return {
-        "methods": methods,
+        "methods": list(by_method(logs)),
         "metric": "accuracy (%)" if run.metric == "accuracy" else run.metric.upper(),
         "percent": run.metric == "accuracy",
         "target": None if goal is None or others else goal * scale,
@@ -47,31 +46,29 @@ def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 def _curves(log: RunLog, scale: float) -> list[dict[str, Any]]:
     """Return a curve for each split: the metric over time and over passes, and where it reached the target."""
-    curves = []
     hit = reached(log)
-    for split in ("test", "train"):
-        points = [e for e in log.evals if e.split == split]
-        if not points:
-            continue
-        met = hit is not None and split == "test"
-        curves.append(
-            {
-                "method": log.run.method,
-                "seed": log.run.seed,
-                "split": split,
-                "wall": [round(e.wall, 3) for e in points],
-                "epoch": [round(e.epoch, 4) for e in points],
-                "value": [round(e.value * scale, 3) if math.isfinite(e.value) else None for e in points],
-                "met": points.index(hit) if met and hit is not None else None,
-            }
-        )
-    return curves
+    return [
+        {
+            "method": log.run.method,
+            "seed": log.run.seed,
+            "split": split,
+            "wall": [round(e.wall, 3) for e in points],
+            "epoch": [round(e.epoch, 4) for e in points],
+            "value": [_rounded(e.value, scale) for e in points],
+            "met": points.index(hit) if hit is not None and split == "test" else None,
+        }
+        for split in ("test", "train")
+        if (points := [e for e in log.evals if e.split == split])
+    ]
+
+
+def _rounded(value: float | None, scale: float) -> float | None:
+    return round(scale * value, 3) if value is not None and math.isfinite(value) else None
 
 
 def _phases(logs: Sequence[RunLog]) -> dict[str, Any]:
     """Return the milliseconds of each phase of a step by method."""
-    means = {method: phase_ms(runs) for method, runs in by_method(logs).items()}
-    known = {method: values for method, values in means.items() if values is not None}
+    known = {method: values for method, runs in by_method(logs).items() if (values := phase_ms(runs)) is not None}
     return {
         "methods": list(known),
         "series": [{"phase": phase, "ms": [round(values[phase], 3) for values in known.values()]} for phase in PHASES],
@@ -86,27 +83,20 @@ def _bytes(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
     """Return the waiting time of a step and the last value of the metric by transport and packet loss."""
-    transports: dict[str, list[RunLog]] = {}
-    for log in logs:
-        if log.run.transport:
-            transports.setdefault(log.run.transport, []).append(log)
     if not any(log.run.packet_loss for log in logs):
         return []
-    found = []
-    for transport, runs in transports.items():
-        runs.sort(key=lambda log: log.run.packet_loss)
-        last = [last_value(log, "test") for log in runs]
-        found.append(
-            {
-                "transport": transport,
-                "loss": [round(100 * log.run.packet_loss, 4) for log in runs],
-                "wait": [
-                    round(1e3 * sum(s.exchange for s in settled(log)) / max(len(settled(log)), 1), 3) for log in runs
-                ],
-                "value": [round(scale * v, 3) if v is not None and math.isfinite(v) else None for v in last],
-            }
-        )
-    return found
+    ordered = sorted(logs, key=lambda log: log.run.packet_loss)
+    transports = dict.fromkeys(log.run.transport for log in logs if log.run.transport)
+    groups = {transport: [log for log in ordered if log.run.transport == transport] for transport in transports}
+    return [
+        {
+            "transport": transport,
+            "loss": [round(100 * log.run.packet_loss, 4) for log in runs],
+            "wait": [round(1e3 * sum(s.exchange for s in settled(log)) / max(len(settled(log)), 1), 3) for log in runs],
+            "value": [_rounded(last_value(log, "test"), scale) for log in runs],
+        }
+        for transport, runs in groups.items()
+    ]
 
 
 def _layers(logs: Sequence[RunLog]) -> dict[str, Any]:
@@ -140,15 +130,12 @@ def _layers(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 def _diagnosis(log: RunLog) -> dict[str, Any]:
     """Return the diagnostics of one run, as a list for each figure; unknown values are None."""
-
-    def known(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
+    values = {name: [getattr(d, name) for d in log.diagnoses] for name in DIAGNOSED}
     return {
         "method": log.run.method,
         "seed": log.run.seed,
         "step": [d.step for d in log.diagnoses],
-        **{name: [known(getattr(d, name)) for d in log.diagnoses] for name in DIAGNOSED},
+        **{name: [value if math.isfinite(value) else None for value in each] for name, each in values.items()},
     }
 
 
@@ -183,16 +170,16 @@ def write_report(
     logs = prepare(logs, named=table is not None)
     metric = logs[0].run.metric
     summaries = summarise(logs)
-    page = fill(
+    write_page(
+        path,
         "page",
         title=title or _title(logs),
         verdict=verdict or headline(summaries, metric=metric),
         facts=_facts(logs),
         table=summary_rows(summaries, metric=metric) if table is None else table,
-        runs=_runs(logs),
+        made=_made(logs),
         data=figures(logs),
     )
-    replace_file(path, page)
 
 
 def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row]:
@@ -233,26 +220,26 @@ def _title(logs: Sequence[RunLog]) -> str:
     return f"{_all(logs, lambda run: run.recipe)}: {hosts} hosts at {rates}"
 
 
-def _facts(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
+def _facts(logs: Sequence[RunLog]) -> dict[str, str]:
     seeds = sorted({log.run.seed for log in logs})
-    facts = [
-        ("recipe", _all(logs, lambda run: run.recipe)),
-        ("hosts", _all(logs, lambda run: f"{run.workers}")),
-        ("link", _all(logs, lambda run: run.rate)),
-        ("parameters", _all(logs, lambda run: f"{run.parameters:,}")),
-        ("batch", _all(logs, lambda run: f"{run.batch} × {run.workers}")),
-        ("seed" if len(seeds) == 1 else "seeds", ", ".join(map(str, seeds))),
-    ]
+    facts = {
+        "recipe": _all(logs, lambda run: run.recipe),
+        "hosts": _all(logs, lambda run: f"{run.workers}"),
+        "link": _all(logs, lambda run: run.rate),
+        "parameters": _all(logs, lambda run: f"{run.parameters:,}"),
+        "batch": _all(logs, lambda run: f"{run.batch} × {run.workers}"),
+        "seed" if len(seeds) == 1 else "seeds": ", ".join(map(str, seeds)),
+    }
     if any(log.run.transport for log in logs):
-        facts.append(("transport", _all(logs, lambda run: run.transport or "none")))
+        facts["transport"] = _all(logs, lambda run: run.transport or "none")
     if any(log.run.packet_loss for log in logs):
-        facts.append(("packets lost", _all(logs, lambda run: f"{100 * run.packet_loss:.4g} %")))
+        facts["packets lost"] = _all(logs, lambda run: f"{100 * run.packet_loss:.4g} %")
     if any(target_of(log.run) is not None for log in logs):
-        facts.append(("target", _all(logs, lambda run: show_metric(target_of(run), run.metric))))
+        facts["target"] = _all(logs, lambda run: show_metric(target_of(run), run.metric))
     return facts
 
 
-def _runs(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
+def _made(logs: Sequence[RunLog]) -> dict[str, str]:
     """Return how the page was made: commands, machines, versions, dates, outcomes and logs."""
     ends = {"target": "reached the target", "max_steps": "all steps done"}
     outcomes = [
@@ -260,12 +247,12 @@ def _runs(logs: Sequence[RunLog]) -> list[tuple[str, str]]:
         + (ends.get(log.end.reason, log.end.reason) if log.end else "no end record, the run may have died")
         for log in logs
     ]
-    labels = (
-        ("Command", dict.fromkeys(log.run.command for log in logs)),
-        ("Machine", dict.fromkeys(log.run.machine for log in logs)),
-        ("Version", dict.fromkeys(f"thinwire {log.run.version}" for log in logs if log.run.version)),
-        ("Date", dict.fromkeys(log.run.date for log in logs)),
-        ("Runs", dict.fromkeys(outcomes)),
-        ("Logs", dict.fromkeys(log.path.name for log in logs if log.path)),
-    )
-    return [(label, "\n".join(filter(None, values))) for label, values in labels if any(values)]
+    lines = {
+        "Command": [log.run.command for log in logs],
+        "Machine": [log.run.machine for log in logs],
+        "Version": [f"thinwire {log.run.version}" for log in logs if log.run.version],
+        "Date": [log.run.date for log in logs],
+        "Runs": outcomes,
+        "Logs": [log.path.name for log in logs if log.path],
+    }
+    return {label: "\n".join(filter(None, dict.fromkeys(each))) for label, each in lines.items() if any(each)}

@@ -6,6 +6,7 @@ Races and reports both use these figures.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import mean, median
 
 from thinwire.errors import LogError
@@ -20,30 +21,27 @@ def prepare(logs: Sequence[RunLog], *, named: bool = False) -> list[RunLog]:
     if not logs:
         raise LogError("a report needs at least one event log.")
     for log in logs:
-        for field in _not_finite(log):
-            raise LogError(f"{_name(log)}: {field} is no finite number: the log is damaged, leave it out.")
+        if field := next(_not_finite(log), None):
+            name = f"the log {log.path}" if log.path else f"the log of {log.run.method}, seed {log.run.seed}"
+            raise LogError(f"{name}: {field} is no finite number: the log is damaged, leave it out.")
     metrics = dict.fromkeys(log.run.metric for log in logs)
     if len(metrics) > 1:
         raise LogError(f"the logs have different metrics ({', '.join(metrics)}): make a report of each.")
     return list(logs) if named else told_apart(logs)
 
 
-def _name(log: RunLog) -> str:
-    return f"the log {log.path}" if log.path else f"the log of {log.run.method}, seed {log.run.seed}"
-
-
 def _not_finite(log: RunLog) -> Iterator[str]:
     """Yield the names of times and targets that are not finite; a metric may be, and a run may have no target."""
     if math.isinf(log.run.target):
         yield "run.target"
-    for step in log.steps:
-        for name in ("epoch", "wall", *PHASES):
-            if not math.isfinite(getattr(step, name)):
-                yield f"step.{name} (step {step.step})"
-    for event in log.evals:
-        for name in ("epoch", "wall"):
+    timed: tuple[tuple[str, Sequence[Step | Eval], Sequence[str]], ...] = (
+        ("step", log.steps, ("epoch", "wall", *PHASES)),
+        ("eval", log.evals, ("epoch", "wall")),
+    )
+    for kind, events, names in timed:
+        for event, name in product(events, names):
             if not math.isfinite(getattr(event, name)):
-                yield f"eval.{name} (step {event.step})"
+                yield f"{kind}.{name} (step {event.step})"
     for histogram in log.histograms:
         if not all(map(math.isfinite, histogram.edges)):
             yield f"histogram.edges (step {histogram.step})"
@@ -110,26 +108,19 @@ class MethodSummary:
 
 def by_method(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
     """Return the runs of each method, in the order of their first log."""
-    groups: dict[str, list[RunLog]] = {}
-    for log in logs:
-        groups.setdefault(log.run.method, []).append(log)
-    return groups
+    methods = dict.fromkeys(log.run.method for log in logs)
+    return {method: [log for log in logs if log.run.method == method] for method in methods}
 
 
 def baseline_of(run: Run, groups: Mapping[str, Sequence[RunLog]]) -> str | None:
     """Return the method that a run is compared with: dense with the same properties, or None."""
-    dense = (name for name, logs in groups.items() if _is_dense(name) and setting(logs[0].run) == setting(run))
-    return next(dense, None)
-
-
-def _is_dense(method: str) -> bool:
-    return method.split(",")[0] == "dense"  # properties follow a comma
+    dense = {name: logs[0].run for name, logs in groups.items() if name.split(",")[0] == "dense"}  # then properties
+    return next((name for name, other in dense.items() if setting(other) == setting(run)), None)
 
 
 def settled(log: RunLog) -> list[Step]:
     """Return the steps without the first, which includes the warm-up, unless it is the only one."""
-    later = [step for step in log.steps if step.step > 1]
-    return later or log.steps
+    return [step for step in log.steps if step.step > 1] or log.steps
 
 
 def step_seconds(log: RunLog) -> float | None:
@@ -164,8 +155,7 @@ def reached(log: RunLog, target: float | None = None) -> Eval | None:
 
 def last_value(log: RunLog, split: str) -> float | None:
     """Return the last value of the metric on a split, or None."""
-    values = [e.value for e in log.evals if e.split == split]
-    return values[-1] if values else None
+    return next((e.value for e in reversed(log.evals) if e.split == split), None)
 
 
 def _median(logs: Sequence[RunLog], figure: Callable[[RunLog], float | None]) -> float | None:
@@ -177,16 +167,12 @@ def _median(logs: Sequence[RunLog], figure: Callable[[RunLog], float | None]) ->
 def summarise(logs: Sequence[RunLog], target: float | None = None) -> list[MethodSummary]:
     """Return a summary of each method, in the order of the logs."""
     groups = by_method(logs)
-    if not groups:
-        return []
 
     def seconds(log: RunLog) -> float | None:
-        hit = reached(log, target)
-        return hit.wall if hit else None
+        return hit.wall if (hit := reached(log, target)) else None
 
     def steps(log: RunLog) -> float | None:
-        hit = reached(log, target)
-        return float(hit.step) if hit else None
+        return float(hit.step) if (hit := reached(log, target)) else None
 
     summaries = []
     for method, runs in groups.items():
@@ -215,10 +201,9 @@ def headline(summaries: Sequence[MethodSummary], *, metric: str) -> str:
     """Return one sentence about the result of the runs."""
     if not summaries:
         return "There are no runs."
-    targets = dict.fromkeys(s.target for s in summaries)
-    (target, *others) = targets
+    target, *others = targets = list(dict.fromkeys(s.target for s in summaries))
     if others:
-        words = ", ".join("none" if goal is None else show_metric(goal, metric) for goal in targets)
+        words = ", ".join("none" if each is None else show_metric(each, metric) for each in targets)
         return f"The runs had different targets ({words}), so their times to target are not compared."
     if target is None:
         fastest = min(summaries, key=lambda s: math.inf if s.step_ms is None else s.step_ms)

@@ -9,12 +9,9 @@ import typer
 from thinwire.tools import options
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from thinwire.tools.race.profile import LayerTimes
-    from thinwire.tools.simulate.scale import Point, Scaling, SimulatedCluster, Task
+    from thinwire.tools.simulate.scale import Scaling
     from thinwire.tools.simulate.schedule import Case, ScheduleOutcome
-
 
 EXCHANGES = "star,ring,gather,scatter-reduce,hierarchical"
 WORKERS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
@@ -23,122 +20,9 @@ _ENCODE, _DECODE = 0.75e-9, 14e-9
 # The model of `thinwire bench ddp`.
 _CONVNET = 1_756_426
 
-
-def scale_command(
-    context: typer.Context,
-    parameters: Annotated[
-        int | None, typer.Option(min=1, help="Parameters of the model; default: bench ddp's.")
-    ] = None,
-    compute: Annotated[str | None, typer.Option(help="Step time without communication: 80ms.")] = None,
-    density: Annotated[float, typer.Option(help="Share of the entries that are sent.")] = 0.01,
-    bits: Annotated[float, typer.Option(min=1, max=32, help="Bits of a value.")] = 8.0,
-    rate: options.Rate = "500mbit",
-    delay: options.Delay = "200us",
-    stragglers: Annotated[float, typer.Option(help="Spread of computing times, as a share of the mean.")] = 0.0,
-    rate_spread: Annotated[float, typer.Option(help="Spread of the links' rates, as a share.")] = 0.0,
-    per_machine: Annotated[int, typer.Option(min=1, help="Workers on a machine, for hierarchical.")] = 8,
-    bus: Annotated[str, typer.Option(help="Rate within a machine.")] = "100gbit",
-    exchanges: Annotated[str, typer.Option(help="Exchanges, comma-separated.")] = EXCHANGES,
-    workers: options.WorkerCounts = WORKERS,
-    measured: Annotated[
-        list[Path] | None, typer.Option(help="File of bench ddp --json to calibrate with; repeatable.")
-    ] = None,
-    calibrate_up_to: Annotated[
-        int | None, typer.Option(help="Calibrate with measurements of so many workers at most.")
-    ] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Cores that the measured hosts shared.")] = None,
-    json_file: options.JsonFile = None,
-    report: options.Page = None,
-) -> None:
-    """Predict step time, traffic and efficiency of each exchange for 2 to 4,096 workers."""
-    from dataclasses import replace
-
-    from thinwire.tools.lab.units import parse_delay
-    from thinwire.tools.race.advise import GOODPUT
-    from thinwire.tools.simulate.scale import Scaling, SimulatedCluster, Task, read_points
-    from thinwire.tune.forecast import Setting, frame_bytes
-
-    if not measured:
-        options.refuse(context, ("calibrate_up_to", "cores"), "describe measurements: give --measured too")
-    names, counts = _exchanges(exchanges), tuple(options.parse_counts(workers))
-    speed, inside = options.needed_rate(rate), options.needed_rate(bus, "--bus")
-    if not 0.0 < density <= 1.0:
-        raise ValueError(f"--density lies in (0, 1], not {density}")
-    elements = parameters if parameters is not None else _CONVNET
-    frame = 4.0 * elements if density == 1.0 else frame_bytes(Setting("", density=density, bits=bits), elements)
-    task = Task(elements, frame, 0.0, _ENCODE * elements, _DECODE * density * elements, buckets=2)  # as DDP has them
-    one_way = parse_delay(delay, "--delay")
-    cluster = SimulatedCluster(GOODPUT * speed, one_way, stragglers, rate_spread, per_machine, float(inside))
-    lab = SimulatedCluster(cluster.rate, cores=cores)
-    points = [point for path in measured or [] for point in read_points(path)]
-    if points:
-        task, lab = _calibrated(points, calibrate_up_to, task, lab)
-        if cores is None:  # the waiting of messages was measured on such machines
-            cluster = replace(cluster, switching=lab.switching)
-    elif compute is None:
-        raise ValueError("give --compute, the step time without communication, or --measured files to find it")
-    if compute is not None:
-        task = replace(task, compute=parse_delay(compute, "--compute"))
-    found = Scaling(task, cluster, names, counts, tuple(points), lab, options.invocation())
-    options.write_json(json_file, found.to_json())
-    if report is not None:
-        found.page(report)
-    _show(found, report)
-
-
-def _calibrated(
-    points: "list[Point]", up_to: int | None, task: "Task", lab: "SimulatedCluster"
-) -> "tuple[Task, SimulatedCluster]":
-    """Calibrate the model with the measurements that have no more than so many workers."""
-    from thinwire.tools.simulate.scale import calibrated
-
-    most = up_to if up_to is not None else max(point.workers for point in points)
-    return calibrated([point for point in points if point.workers <= most], task, lab)
-
-
-def _exchanges(text: str) -> tuple[str, ...]:
-    from thinwire.tools.simulate import scale
-
-    known, names = scale.EXCHANGES, tuple(options.listed(text, "--exchanges"))
-    strange = [name for name in names if name not in known]
-    if strange:
-        raise ValueError(f"no exchange is called {strange[0]!r}; there are {', '.join(known)}")
-    return names
-
-
-def _show(found: "Scaling", page: Path | None) -> None:
-    from rich.console import Console
-
-    console = Console()
-    short = [{head.removesuffix(" workers"): text for head, text in row.items()} for row in found.rows()]
-    console.print(options.table_of(short, title="Step time by the number of workers"))
-    checks = found.checks()
-    if checks:
-        rows = [
-            {
-                "workers": str(check["workers"]),
-                "rate": check["rate"],
-                "exchange": check["exchange"],
-                "predicted": f"{check['predicted_ms']:,.1f} ms",
-                "measured": f"{check['measured_ms']:,.1f} ms",
-                "off": f"{check['off']:+.0%}",
-            }
-            for check in checks
-        ]
-        console.print(options.table_of(rows, title="Predicted and measured steps"))
-    console.print(found.verdict(), highlight=False)
-    if page is not None:
-        console.print(f"The page is {page}.", highlight=False)
-
-
 app = typer.Typer(help="Predict step times without running a training.", no_args_is_help=True)
 # Simulating more slices than this, times workers and steps, takes minutes.
 MOST_TRANSFERS = 1_000_000
-
-
-@app.callback()
-def _simulate() -> None:
-    """Predict step times without running a training."""
 
 
 @app.command("schedule")
@@ -171,10 +55,7 @@ def schedule(
     """Predict makespan and staleness of the server's request scheduling policies."""
     from thinwire.tools.simulate.schedule import Case, compare
 
-    if profile is not None:
-        times = _from_profile(profile, layers, (forward, backward, transfer))
-    else:
-        times = _from_options(layers, {"forward": forward, "backward": backward, "transfer": transfer})
+    times = _times(profile, layers, {"forward": forward, "backward": backward, "transfer": transfer})
     case = Case(
         times,
         workers,
@@ -198,57 +79,41 @@ def schedule(
 def _tell(case: "Case", outcomes: "list[ScheduleOutcome]", json_file: Path | None, report: Path | None) -> None:
     from rich.console import Console
 
-    from thinwire.tools.simulate.gantt import verdict, write_gantt
+    from thinwire.tools.simulate.gantt import comparison, verdict, write_gantt
     from thinwire.tools.simulate.schedule import winner
 
+    best = winner(outcomes)
+    fastest = {number: o.policy for number, o in enumerate(outcomes) if o.makespan == best.makespan}
     if json_file is not None:
         figures = [{k: v for k, v in asdict(o).items() if k != "intervals"} for o in outcomes]
-        best = winner(outcomes)
-        fastest = [o.policy for o in outcomes if o.makespan == best.makespan]
-        record = {
-            "unit": "seconds",
-            "case": asdict(case),
-            "outcomes": figures,
-            "winner": best.policy,
-            "fastest": fastest,
-        }
-        options.write_json(json_file, record)
+        names = {"winner": best.policy, "fastest": list(fastest.values())}
+        options.write_json(json_file, {"unit": "seconds", "case": asdict(case), "outcomes": figures, **names})
     if report is not None:
-        write_gantt(case, outcomes, report, command=options.invocation())
-    console = Console()
-    console.print(_table(case, outcomes))
-    console.print(verdict(outcomes), highlight=False)
-    if report is not None:
-        console.print(f"The page is {report}.", highlight=False)
-
-
-def _table(case: "Case", outcomes: "list[ScheduleOutcome]") -> "Table":
-    from thinwire.tools.simulate.gantt import comparison
-    from thinwire.tools.simulate.schedule import winner
-
-    best = winner(outcomes).makespan
+        write_gantt(case, outcomes, report, options.invocation())
     title = f"{case.workers} workers, {len(case.layers)} layers, {case.iterations} steps, B = {case.staleness}"
     caption = "waiting: of a step's forward pass; staleness: of the copies it used, in steps"
-    fastest = [number for number, o in enumerate(outcomes) if o.makespan == best]
-    return options.table_of(comparison(outcomes), title=title, caption=caption, bold=fastest)
+    Console().print(options.table_of(comparison(outcomes), title=title, caption=caption, bold=fastest))
+    _conclude(verdict(outcomes), report)
 
 
-def _from_profile(path: Path, layers: int | None, given: tuple[str | None, ...]) -> "tuple[LayerTimes, ...]":
-    from thinwire.tools.race.profile import read_profile
+def _conclude(verdict: str, report: Path | None) -> None:
+    from rich.console import Console
 
-    if any(option is not None for option in given):
-        raise ValueError("--from brings the times: leave out --forward, --backward and --transfer")
-    times = read_profile(path)
-    if layers not in (None, len(times)):
-        raise ValueError(f"the profile {path} has {len(times)} layers, not {layers}: leave out --layers")
-    return times
+    Console().print(verdict, *([] if report is None else [f"The page is {report}."]), sep="\n", highlight=False)
 
 
-def _from_options(layers: int | None, given: dict[str, str | None]) -> "tuple[LayerTimes, ...]":
-    from thinwire.tools.race.profile import LayerTimes
+def _times(profile: Path | None, layers: int | None, given: dict[str, str | None]) -> "tuple[LayerTimes, ...]":
+    from thinwire.tools.race.profile import LayerTimes, read_profile
 
-    usual = {"forward": "1", "backward": "2", "transfer": "1"}
-    texts = {what: text if text is not None else usual[what] for what, text in given.items()}
+    typed = {what: text for what, text in given.items() if text is not None}
+    if profile is not None:
+        if typed:
+            raise ValueError("--from brings the times: leave out --forward, --backward and --transfer")
+        times = read_profile(profile)
+        if layers not in (None, len(times)):
+            raise ValueError(f"the profile {profile} has {len(times)} layers, not {layers}: leave out --layers")
+        return times
+    texts = {"forward": "1", "backward": "2", "transfer": "1", **typed}
     lengths = [text.count(",") + 1 for text in texts.values() if "," in text]
     count = layers or max(lengths, default=8)
     columns = [_numbers(text, f"--{what}", count, "layers") for what, text in texts.items()]
@@ -256,7 +121,6 @@ def _from_options(layers: int | None, given: dict[str, str | None]) -> "tuple[La
 
 
 def _numbers(text: str, option: str, count: int, what: str) -> list[float]:
-    """Read one number for all, or one for each."""
     try:
         values = [float(item) for item in text.split(",")]
     except ValueError:
@@ -276,4 +140,89 @@ def _slices(text: str, times: "tuple[LayerTimes, ...]") -> tuple[int, ...]:
     return whole if "," in text else even_slices(times, whole[0])
 
 
-app.command("scale")(scale_command)
+@app.command("scale")
+def scale_command(
+    context: typer.Context,
+    parameters: Annotated[
+        int | None, typer.Option(min=1, help="Parameters of the model; default: bench ddp's.")
+    ] = None,
+    compute: Annotated[str | None, typer.Option(help="Step time without communication: 80ms.")] = None,
+    density: Annotated[float, typer.Option(help="Share of the entries that are sent.")] = 0.01,
+    bits: Annotated[float, typer.Option(min=1, max=32, help="Bits of a value.")] = 8.0,
+    rate: options.Rate = "500mbit",
+    delay: options.Delay = "200us",
+    stragglers: Annotated[float, typer.Option(help="Spread of computing times, as a share of the mean.")] = 0.0,
+    rate_spread: Annotated[float, typer.Option(help="Spread of the links' rates, as a share.")] = 0.0,
+    per_machine: Annotated[int, typer.Option(min=1, help="Workers on a machine, for hierarchical.")] = 8,
+    bus: Annotated[str, typer.Option(help="Rate within a machine.")] = "100gbit",
+    exchanges: Annotated[str, typer.Option(help="Exchanges, comma-separated.")] = EXCHANGES,
+    workers: options.WorkerCounts = WORKERS,
+    measured: Annotated[
+        list[Path] | None, typer.Option(help="File of bench ddp --json to calibrate with; repeatable.")
+    ] = None,
+    calibrate_up_to: Annotated[
+        int | None, typer.Option(help="Calibrate with measurements of so many workers at most.")
+    ] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores that the measured hosts shared.")] = None,
+    json_file: options.JsonFile = None,
+    report: options.Page = None,
+) -> None:
+    """Predict step time, traffic and efficiency of each exchange for 2 to 4,096 workers."""
+    from dataclasses import replace
+
+    from thinwire.tools.lab.units import parse_delay
+    from thinwire.tools.race.advise import GOODPUT
+    from thinwire.tools.simulate.scale import Scaling, SimulatedCluster, Task, calibrated, read_points
+    from thinwire.tune.forecast import Setting, frame_bytes
+
+    if not measured:
+        options.refuse(context, ("calibrate_up_to", "cores"), "describe measurements: give --measured too")
+    names = options.listed(exchanges, "--exchanges")
+    if strange := [name for name in names if name not in EXCHANGES.split(",")]:
+        raise ValueError(f"no exchange is called {strange[0]!r}; there are {EXCHANGES.replace(',', ', ')}")
+    counts = options.parse_counts(workers)
+    speed, inside = options.needed_rate(rate), options.needed_rate(bus, "--bus")
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"--density lies in (0, 1], not {density}")
+    elements = parameters if parameters is not None else _CONVNET
+    frame = 4.0 * elements if density == 1.0 else frame_bytes(Setting("", density=density, bits=bits), elements)
+    task = Task(elements, frame, 0.0, _ENCODE * elements, _DECODE * density * elements, buckets=2)  # as DDP has them
+    one_way = parse_delay(delay, "--delay")
+    cluster = SimulatedCluster(GOODPUT * speed, one_way, stragglers, rate_spread, per_machine, float(inside))
+    lab = SimulatedCluster(cluster.rate, cores=cores)
+    points = [point for path in measured or [] for point in read_points(path)]
+    if points:
+        used = [point for point in points if calibrate_up_to is None or point.workers <= calibrate_up_to]
+        task, lab = calibrated(used, task, lab)
+        if cores is None:  # the waiting of messages was measured on such machines
+            cluster = replace(cluster, switching=lab.switching)
+    elif compute is None:
+        raise ValueError("give --compute, the step time without communication, or --measured files to find it")
+    if compute is not None:
+        task = replace(task, compute=parse_delay(compute, "--compute"))
+    found = Scaling(task, cluster, tuple(names), tuple(counts), tuple(points), lab, options.invocation())
+    options.write_json(json_file, found.to_json())
+    if report is not None:
+        found.page(report)
+    _show(found, report)
+
+
+def _show(found: "Scaling", page: Path | None) -> None:
+    from rich.console import Console
+
+    short = [{head.removesuffix(" workers"): text for head, text in row.items()} for row in found.rows()]
+    Console().print(options.table_of(short, title="Step time by the number of workers"))
+    rows = [
+        {
+            "workers": str(check["workers"]),
+            "rate": check["rate"],
+            "exchange": check["exchange"],
+            "predicted": f"{check['predicted_ms']:,.1f} ms",
+            "measured": f"{check['measured_ms']:,.1f} ms",
+            "off": f"{check['off']:+.0%}",
+        }
+        for check in found.checks()
+    ]
+    if rows:
+        Console().print(options.table_of(rows, title="Predicted and measured steps"))
+    _conclude(found.verdict(), page)

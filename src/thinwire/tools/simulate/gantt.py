@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.report.markup import Pairs, Row, fill, replace_file
+from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.simulate.schedule import Case, Interval, ScheduleOutcome, winner
 
 # More bars make a browser slow; of a longer run only the first steps are shown.
@@ -13,18 +14,18 @@ MOST_BARS = 24_000
 LANES = ("forward", "backward", "push", "pull")
 
 
-def write_gantt(case: Case, outcomes: Sequence[ScheduleOutcome], path: Path, *, command: str = "") -> None:
+def write_gantt(case: Case, outcomes: Sequence[ScheduleOutcome], path: Path, command: str) -> None:
     """Write one self-contained page about a case and the outcome of each policy."""
-    page = fill(
+    write_page(
+        path,
         "gantt",
         title=f"Request scheduling: {case.workers} workers, {len(case.layers)} layers",
         verdict=verdict(outcomes),
         facts=_facts(case),
         table=comparison(outcomes),
-        runs=[("Command", command)] if command else [],
+        made={"Command": command},
         data=_data(case, outcomes),
     )
-    replace_file(path, page)
 
 
 def verdict(outcomes: Sequence[ScheduleOutcome]) -> str:
@@ -62,17 +63,17 @@ def comparison(outcomes: Sequence[ScheduleOutcome]) -> list[Row]:
     ]
 
 
-def _facts(case: Case) -> Pairs:
+def _facts(case: Case) -> dict[str, str]:
     slow = f" (computing {', '.join(f'{factor:g}' for factor in case.slowness)} × as long)" if case.slowness else ""
-    facts = [
-        ("workers", f"{case.workers}{slow}"),
-        ("layers", f"{len(case.layers)} in {sum(case.slices_of(n) for n in range(len(case.layers)))} slices"),
-        ("iterations", f"{case.iterations}"),
-        ("staleness bound", f"{case.staleness}"),
-        ("window", f"{1000 * case.window_seconds():.4g} ms"),
-        ("server's link", f"{case.server_rate:g} × a worker's"),
-    ]
-    return [*facts, ("one-way delay", f"{1000 * case.latency:.4g} ms")] if case.latency else facts
+    return {
+        "workers": f"{case.workers}{slow}",
+        "layers": f"{len(case.layers)} in {sum(case.slices_of(n) for n in range(len(case.layers)))} slices",
+        "iterations": f"{case.iterations}",
+        "staleness bound": f"{case.staleness}",
+        "window": f"{1000 * case.window_seconds():.4g} ms",
+        "server's link": f"{case.server_rate:g} × a worker's",
+        **({"one-way delay": f"{1000 * case.latency:.4g} ms"} if case.latency else {}),
+    }
 
 
 def _data(case: Case, outcomes: Sequence[ScheduleOutcome]) -> dict[str, Any]:
@@ -98,10 +99,8 @@ def _data(case: Case, outcomes: Sequence[ScheduleOutcome]) -> dict[str, Any]:
 
 def _steps_shown(case: Case, outcomes: Sequence[ScheduleOutcome]) -> int:
     counts = Counter(i.clock for o in outcomes for i in o.intervals)
-    total, shown = 0, 0
-    while shown < case.iterations and (total := total + counts[shown]) <= MOST_BARS:
-        shown += 1
-    return max(1, shown)
+    totals = accumulate(counts[step] for step in range(case.iterations))
+    return max(1, sum(total <= MOST_BARS for total in totals))
 
 
 def _bars(workers: int, intervals: Iterable[Interval]) -> list[dict[str, dict[str, list[float]]]]:
@@ -117,7 +116,6 @@ def _bars(workers: int, intervals: Iterable[Interval]) -> list[dict[str, dict[st
             lane["ms"][-1] = round(end - lane["start"][-1], 6)
             lane["slices"][-1] += 1
             continue
-        for key, value in (("start", start), ("ms", round(end - start, 6)), ("layer", i.layer), ("step", i.clock)):
-            lane[key].append(value)
-        lane["slices"].append(1)
+        for values, value in zip(lane.values(), (start, round(end - start, 6), i.layer, i.clock, 1), strict=True):
+            values.append(value)
     return lanes

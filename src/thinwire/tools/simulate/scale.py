@@ -105,17 +105,12 @@ def hierarchical(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
     """A dense reduction within each machine, an all-gather of frames between the machines' first workers."""
     within, machines = min(n, cluster.per_machine), max(1, math.ceil(n / cluster.per_machine))
     between = gather(machines, task, cluster)
-    inside = 2.0 * 4.0 * task.elements if within > 1 else 0.0
-    per_worker = between.sent * machines / n
-    hops = 2.0 * math.ceil(math.log2(within)) if within > 1 else 0.0
-    return ScaleTraffic(
-        between.busiest,
-        per_worker,
-        between.rounds if machines > 1 else 0.0,
-        between.messages + hops,
-        between.encodes,
-        between.decodes,
-        inside,
+    return replace(
+        between,
+        sent=between.sent * machines / n,
+        rounds=between.rounds if machines > 1 else 0.0,
+        messages=between.messages + 2.0 * math.ceil(math.log2(within)),
+        inside=2.0 * 4.0 * task.elements if within > 1 else 0.0,
     )
 
 
@@ -205,22 +200,20 @@ def calibrated(points: Sequence[Point], task: Task, cluster: SimulatedCluster) -
 
 def off(point: Point, task: Task, cluster: SimulatedCluster) -> float:
     """Return the relative error of the prediction of a measured step."""
-    return predict(point.exchange, point.workers, task, at(cluster, point)).seconds / point.seconds - 1.0
+    return _predicted(point, task, cluster).seconds / point.seconds - 1.0
 
 
-def at(cluster: SimulatedCluster, point: Point) -> SimulatedCluster:
-    """Return the cluster with the rate at which a point was measured."""
-    return replace(cluster, rate=point.rate)
+def _predicted(point: Point, task: Task, cluster: SimulatedCluster) -> ScalePrediction:
+    return predict(point.exchange, point.workers, task, replace(cluster, rate=point.rate))
 
 
 def _fit(points: Sequence[Point], task: Task, cluster: SimulatedCluster) -> tuple[Task, SimulatedCluster]:
     """Fit by least squares: a column is what one unit of a parameter adds to each step; known times are subtracted."""
     empty, still = _with(task, cluster, [0.0] * len(_FITTED))
     columns = np.array([[_unit(p, empty, name, still) for name in _FITTED] for p in points])
-    fixed = np.array([predict(p.exchange, p.workers, empty, at(still, p)).seconds for p in points])
+    fixed = np.array([_predicted(p, empty, still).seconds for p in points])
     measured = np.array([p.seconds for p in points])
-    solution = _least_squares(columns / measured[:, None], (measured - fixed) / measured)
-    return _with(task, cluster, solution.tolist())
+    return _with(task, cluster, _least_squares(columns / measured[:, None], (measured - fixed) / measured).tolist())
 
 
 def _with(task: Task, cluster: SimulatedCluster, values: Sequence[float]) -> tuple[Task, SimulatedCluster]:
@@ -243,7 +236,7 @@ def _unit(point: Point, task: Task, name: str, cluster: SimulatedCluster) -> flo
     """Return the seconds that one unit of a parameter adds to a step."""
     if point.exchange == "none" and name != "compute":
         return 0.0
-    place = at(cluster, point)
+    place = replace(cluster, rate=point.rate)
     share = place.share(point.workers)
     if name == "compute":
         hidden = 0.0 if point.exchange == "none" else task.overlap
@@ -269,8 +262,9 @@ def _least_squares(columns: Array, wanted: Array) -> Array:
     return solution
 
 
-# Exchanges by the class names that `thinwire bench ddp` writes.
-_MEASURED = {"Gather": "gather", "ScatterReduce": "scatter-reduce", "Hierarchical": "hierarchical"}
+# Exchanges by the methods and the class names that `thinwire bench ddp` writes.
+_METHODS = {"infinite": "none", "dense": "ring"}
+_CLASSES = {"Gather": "gather", "ScatterReduce": "scatter-reduce", "Hierarchical": "hierarchical"}
 
 
 def read_points(path: Path) -> list[Point]:
@@ -291,7 +285,7 @@ def read_points(path: Path) -> list[Point]:
                 float(row["hook_cpu_ms"]) / 1e3,
             )
             for row in rows
-            if (exchange := _exchange(row))
+            if (exchange := _METHODS.get(row["name"], _CLASSES.get(str(row["exchange"]).partition("(")[0])))
         ]
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
@@ -300,11 +294,6 @@ def read_points(path: Path) -> list[Point]:
     if rate is None:
         raise ValueError(f"{path} was measured without a limit: give measurements at a rate")
     return points
-
-
-def _exchange(row: dict[str, Any]) -> str:
-    known = {"infinite": "none", "dense": "ring"}
-    return known.get(row["name"], _MEASURED.get(str(row["exchange"]).partition("(")[0], ""))
 
 
 @dataclass(frozen=True)
@@ -325,17 +314,16 @@ class Scaling:
 
     def fastest(self) -> list[tuple[str, int]]:
         """Return which exchange is the fastest up to which number of workers."""
-        best = [min(self.exchanges, key=lambda e: predict(e, n, self.task, self.cluster).seconds) for n in self.workers]
-        found = []
-        for exchange, group in groupby(zip(best, self.workers, strict=True), key=lambda pair: pair[0]):
-            found.append((exchange, [n for _, n in group][-1]))
-        return found
+
+        def best(n: int) -> str:
+            return min(self.exchanges, key=lambda exchange: predict(exchange, n, self.task, self.cluster).seconds)
+
+        return [(exchange, list(group)[-1]) for exchange, group in groupby(self.workers, best)]
 
     def verdict(self) -> str:
         """Say which exchange is the fastest, and how far the model is from the measurements."""
-        parts = self.fastest()
-        words = ", then ".join(f"{e} up to {n:,}" for e, n in parts[:-1])
-        last, most = parts[-1]
+        *others, (last, most) = parts = self.fastest()
+        words = ", then ".join(f"{e} up to {n:,}" for e, n in others)
         end = predict(last, most, self.task, self.cluster)
         said = (f"The fastest is {words} workers, then {last}" if words else f"{last.capitalize()} is the fastest") + (
             f"; with {most:,} workers a step takes {_ms(end.seconds)}, of which {end.efficiency:.0%} is computing."
@@ -357,10 +345,10 @@ class Scaling:
                 "workers": p.workers,
                 "rate": format_rate(round(p.rate / GOODPUT)),
                 "measured_ms": 1e3 * p.seconds,
-                "predicted_ms": 1e3 * predict(p.exchange, p.workers, self.task, at(self.lab, p)).seconds,
+                "predicted_ms": 1e3 * _predicted(p, self.task, self.lab).seconds,
                 "off": off(p, self.task, self.lab),
                 "sent": p.sent,
-                "predicted_sent": predict(p.exchange, p.workers, self.task, at(self.lab, p)).sent,
+                "predicted_sent": _predicted(p, self.task, self.lab).sent,
             }
             for p in sorted(self.points, key=lambda p: (p.rate, p.workers))
         ]
@@ -379,8 +367,8 @@ class Scaling:
         }
 
     def rows(self) -> list[Row]:
-        """Return the table: for each exchange the step times with some numbers of workers."""
-        shown = _some(self.workers, 6)
+        """Return the table: for each exchange the step times with up to six numbers of workers, evenly chosen."""
+        shown = [self.workers[place] for place in sorted({round(i * (len(self.workers) - 1) / 5) for i in range(6)})]
         table: list[Row] = []
         for exchange in self.exchanges:
             curve = {s.workers: s for s in self.curve(exchange)}
@@ -414,39 +402,31 @@ class Scaling:
                 "Version": f"thinwire {thinwire.__version__}",
                 "Date": now(),
             },
-            data={"workers": self.workers, "curves": self._drawn(), "lab": self._lab(), "cores": self.lab.cores},
+            data={
+                "workers": self.workers,
+                "curves": {e: self._drawn(e) for e in self.exchanges},
+                "lab": self._lab(),
+                "cores": self.lab.cores,
+            },
         )
 
-    def _drawn(self) -> dict[str, dict[str, list[float]]]:
-        curves = {e: self.curve(e) for e in self.exchanges}
-        return {
-            e: {
-                "ms": [1e3 * s.seconds for s in curve],
-                "mb": [s.sent / 1e6 for s in curve],
-                "efficiency": [100.0 * s.efficiency for s in curve],
-            }
-            for e, curve in curves.items()
-        }
+    def _drawn(self, exchange: str) -> dict[str, list[float]]:
+        figures = [(1e3 * s.seconds, s.sent / 1e6, 100.0 * s.efficiency) for s in self.curve(exchange)]
+        return dict(zip(("ms", "mb", "efficiency"), map(list, zip(*figures, strict=True)), strict=True))
 
     def _lab(self) -> list[dict[str, Any]]:
         """Return for each measured rate the curves with shared cores and the measured steps."""
         checks, figures = self.checks(), []
         for rate in dict.fromkeys(check["rate"] for check in checks):
             here = [check for check in checks if check["rate"] == rate]
-            cluster = at(self.lab, next(p for p in self.points if format_rate(round(p.rate / GOODPUT)) == rate))
+            measured = next(p.rate for p in self.points if format_rate(round(p.rate / GOODPUT)) == rate)
+            cluster = replace(self.lab, rate=measured)
             most = max(check["workers"] for check in here)
             workers = sorted({n for n in range(2, 2 * most) if n <= 32 or n % 8 == 0})
             names = list(dict.fromkeys(check["exchange"] for check in here))
             curves = {e: [1e3 * predict(e, n, self.task, cluster).seconds for n in workers] for e in names}
             figures.append({"rate": rate, "workers": workers, "curves": curves, "points": here})
         return figures
-
-
-def _some(workers: Sequence[int], most: int) -> list[int]:
-    """Return at most so many numbers of workers, evenly chosen, with the first and the last."""
-    if len(workers) <= most:
-        return list(workers)
-    return [workers[round(i * (len(workers) - 1) / (most - 1))] for i in range(most)]
 
 
 def _ms(seconds: float) -> str:

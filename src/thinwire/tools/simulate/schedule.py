@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from thinwire.server.schedule import Pool, Request, Staleness, check_policy
+from thinwire.server.schedule import Pool, Request, Staleness
 from thinwire.tools.race.profile import LayerTimes
 
 Doing = Literal["forward", "backward", "push", "pull"]
+Answer = tuple[Request, int]  # a pull, and the version of its slice
 
 
 @dataclass(frozen=True)
@@ -107,22 +108,16 @@ def winner(outcomes: Sequence[ScheduleOutcome]) -> ScheduleOutcome:
 T = TypeVar("T")
 
 # Times are rounded to a nanosecond, so that rounding errors do not separate simultaneous events.
-TICK = 1e-9
-
-
-def rounded(seconds: float) -> float:
-    """Round a time to nanoseconds."""
-    return round(seconds, 9)
+DIGITS, TICK = 9, 1e-9
 
 
 @dataclass(frozen=True)
 class Delivery(Generic[T]):
-    """A delivered message, with the begin and the end of its transfer."""
+    """A delivered message, with the begin of its transfer."""
 
     lane: int
     message: T
     start: float
-    end: float
 
 
 class SharedLink(Generic[T]):
@@ -150,7 +145,7 @@ class SharedLink(Generic[T]):
         """Return when the next message is delivered if nothing else is sent before."""
         if not self._ends:
             return None
-        return max(self._at, rounded(self._at + (self._ends[0][0] - self._service) / self._rate()))
+        return max(self._at, round(self._at + (self._ends[0][0] - self._service) / self._rate(), DIGITS))
 
     def advance(self, now: float) -> list[Delivery[T]]:
         """Advance the time, no further than `next_time`; return the delivered messages."""
@@ -161,7 +156,7 @@ class SharedLink(Generic[T]):
         while self._ends and self._ends[0][0] <= self._service + TICK:
             end, lane = heapq.heappop(self._ends)
             _, message = self._queues[lane].popleft()
-            through.append(Delivery(lane, message, self._started[lane], now))
+            through.append(Delivery(lane, message, self._started[lane]))
             if self._queues[lane]:
                 self._begin(lane, end)
         return through
@@ -184,7 +179,6 @@ def _window(case: Case) -> int:
 
 
 def _zeros(case: Case) -> list[list[int]]:
-    """Return a zero for each slice of each layer."""
     return [[0] * case.slices_of(layer) for layer in range(len(case.layers))]
 
 
@@ -220,39 +214,26 @@ class SimulatedWorker:
     def finish(self, doing: Doing, layer: int, now: float) -> None:
         """Finish a layer's pass; after a backward pass each slice is pushed, and pulled for the next step."""
         if doing == "backward":
-            for request in self._requests(layer):
-                self.pool.put(request)
+            self._request(layer)
         self.busy, self.place, self.ready_since = False, self.place + 1, now
         if self.place == 2 * len(self.case.layers):
             self.clock, self.place = self.clock + 1, 0
 
-    def _requests(self, layer: int) -> list[Request]:
+    def _request(self, layer: int) -> None:
         parts, size = range(self.case.slices_of(layer)), _size(self.case.part_seconds(layer))
-        pushes = [Request("push", layer, part, self.clock, size) for part in parts]
-        if self.clock + 1 == self.case.iterations:
-            return pushes
-        pulls = [Request("pull", layer, part, self.clock + 1, 0) for part in parts]
-        if self.case.versions == "layer":
-            return pushes + pulls  # no pull can be answered with this step before its last push has arrived
-        return [request for pair in zip(pushes, pulls, strict=True) for request in pair]
+        requests = [Request("push", layer, part, self.clock, size) for part in parts]
+        if self.clock + 1 < self.case.iterations:
+            requests += [Request("pull", layer, part, self.clock + 1, 0) for part in parts]
+        if self.case.versions == "slice":  # of a layer, no pull can be answered before the last push has arrived
+            requests.sort(key=lambda request: request.part)
+        for request in requests:
+            self.pool.put(request)
 
-    def take(self, answer: "SimulatedAnswer") -> None:
+    def take(self, answer: Answer) -> None:
         """Receive a slice; a copy of a layer is as new as its oldest slice."""
-        layer, part = answer.request.layer, answer.request.part
-        self.copy[layer][part], self.answered[layer][part] = answer.version, answer.request.clock
-        self.pool.known.here[layer] = min(self.copy[layer])
-
-    def hear(self, lowest: list[int], holders: list[int]) -> None:
-        """Receive the server's minima with an acknowledgement."""
-        self.pool.known.lowest[:], self.pool.known.holders[:] = lowest, holders
-
-
-@dataclass(frozen=True)
-class SimulatedAnswer:
-    """A slice of the parameters on its way to a worker."""
-
-    request: Request
-    version: int
+        request, version = answer
+        self.copy[request.layer][request.part], self.answered[request.layer][request.part] = version, request.clock
+        self.pool.known.here[request.layer] = min(self.copy[request.layer])
 
 
 class SimulatedServer:
@@ -291,28 +272,26 @@ class SimulatedServer:
                 self.asked[layer].append((worker, pull))
         return answered
 
-    def answer(self, number: int) -> SimulatedAnswer | None:
+    def answer(self, number: int) -> Answer | None:
         """Return the next answer to a worker; its version is that of the time at which it is sent."""
         pool, sent = self.pools[number], self.sent[number]
-        request = pool.next()
-        if request is None:
+        if (request := pool.next()) is None:
             return None
         layer, part = request.layer, request.part
         sent[layer][part] = version = self.version(layer, part)
         pool.known.here[layer] = min(sent[layer])
-        return SimulatedAnswer(request, version)
+        return request, version
 
 
 def simulate(case: Case, policy: str) -> ScheduleOutcome:
     """Simulate a case with one policy."""
-    return _Simulation(case, check_policy(policy)).run()
+    return _Simulation(case, policy).run()
 
 
 def compare(case: Case, policies: Sequence[str]) -> list[ScheduleOutcome]:
     """Simulate a case with several policies, in the given order."""
-    for policy in policies:
-        check_policy(policy)
-    return [simulate(case, policy) for policy in policies]
+    simulations = [_Simulation(case, policy) for policy in policies]  # all policies are checked before any runs
+    return [simulation.run() for simulation in simulations]
 
 
 class _Simulation:
@@ -321,7 +300,7 @@ class _Simulation:
         self.workers = [SimulatedWorker(case, policy, number) for number in range(case.workers)]
         self.server = SimulatedServer(case, policy)
         self.up: SharedLink[Request] = SharedLink(case.workers, case.server_rate)
-        self.down: SharedLink[SimulatedAnswer] = SharedLink(case.workers, case.server_rate)
+        self.down: SharedLink[Answer] = SharedLink(case.workers, case.server_rate)
         self.waits = [0.0] * len(case.layers)
         self.lags: list[int] = []
         self.now, self.order = 0.0, 0
@@ -352,7 +331,7 @@ class _Simulation:
         return min((time for time in times if time is not None), default=None)
 
     def _later(self, seconds: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self.events, (rounded(self.now + seconds), self.order, event))
+        heapq.heappush(self.events, (round(self.now + seconds, DIGITS), self.order, event))
         self.order += 1
 
     def _begin(self) -> None:
@@ -363,11 +342,10 @@ class _Simulation:
             while (request := worker.pool.next()) is not None:
                 self.up.send(worker.number, request, request.size / 1e9)
             while (answer := self.server.answer(worker.number)) is not None:
-                self.down.send(worker.number, answer, answer.request.size / 1e9)
+                self.down.send(worker.number, answer, answer[0].size / 1e9)
 
     def _compute(self, worker: SimulatedWorker) -> None:
-        task = worker.task()
-        if task is None:
+        if (task := worker.task()) is None:
             return
         doing, layer = task
         if doing == "forward":
@@ -395,17 +373,16 @@ class _Simulation:
 
         def acknowledge(lowest: list[int], holders: list[int]) -> None:
             worker.pool.done(request.size)
-            worker.hear(lowest, holders)
+            worker.pool.known.lowest[:], worker.pool.known.holders[:] = lowest, holders
             self.stirred.add(worker.number)
 
         if request.kind == "push":
             self._note(worker.number, "push", request.layer, request.part, request.clock, delivery.start)
-            self.outcome.makespan = rounded(self.now + self.case.latency)
+            self.outcome.makespan = round(self.now + self.case.latency, DIGITS)
         self._later(self.case.latency, arrive)
 
-    def _down_through(self, delivery: Delivery[SimulatedAnswer]) -> None:
-        request, worker = delivery.message.request, self.workers[delivery.lane]
-        pool = self.server.pools[worker.number]
+    def _down_through(self, delivery: Delivery[Answer]) -> None:
+        (request, _), worker = delivery.message, self.workers[delivery.lane]
 
         def arrive() -> None:
             worker.take(delivery.message)
@@ -413,7 +390,7 @@ class _Simulation:
             self._later(self.case.latency, acknowledge)
 
         def acknowledge() -> None:
-            pool.done(request.size)
+            self.server.pools[worker.number].done(request.size)
             self.stirred.add(worker.number)
 
         self._note(worker.number, "pull", request.layer, request.part, request.clock, delivery.start)
