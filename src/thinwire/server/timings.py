@@ -47,8 +47,7 @@ class WorkerTimings:
         """Note that the server has sent some of the parameters for a step."""
         with self._lock:
             self._first_reply.setdefault(clock, time.monotonic())
-            for old in [c for c in self._first_reply if c < clock - 8]:
-                del self._first_reply[old]
+            self._first_reply = {c: when for c, when in self._first_reply.items() if c >= clock - 8}
 
     def note(self, events: list[Event], layer: int, clock: int) -> None:
         """Append to one of the lists of events, if they are kept."""
@@ -71,11 +70,9 @@ class WorkerTimings:
         with self._lock:
             done = [c for c in self._sent_entries if c < clock]
             times.sent_entries = self._sent_entries[max(done)] if done else 0
-            for old in done:
-                del self._sent_entries[old]
+            self._sent_entries = {c: entries for c, entries in self._sent_entries.items() if c >= clock}
             times.staleness = self._staleness.pop(clock, {})
-            for old in [c for c in self._staleness if c < clock - 8]:
-                del self._staleness[old]
+            self._staleness = {c: found for c, found in self._staleness.items() if c >= clock - 8}
 
 
 class Stopwatch:
@@ -83,8 +80,8 @@ class Stopwatch:
 
     def __init__(self, timings: WorkerTimings) -> None:
         self._timings = timings
-        self._times = StepTimes(began=time.monotonic())
         self.last = StepTimes()
+        self.begin()
 
     def begin(self) -> None:
         """Begin the first step; waits before it belong to no step."""
