@@ -80,13 +80,11 @@ class ServerConnection:
 
 
 class SessionState:
-    """The state of the session, which the two threads of a worker share.
+    """The state of the session, which the two threads of a worker share."""
 
-    on_wait: called about every second while the worker's thread waits, with what it waits for.
-    """
-
-    def __init__(self, server: ServerConnection, on_wait: OnWait | None = None) -> None:
-        self._server, self._on_wait = server, on_wait
+    def __init__(self, server: ServerConnection) -> None:
+        self._server = server
+        self.on_wait: OnWait | None = None  # called about every second while the worker's thread waits
         self._changed = threading.Condition()
         self._blocked: tuple[str, float] | None = None  # what the worker's thread waits for, and since when
         self.session: Session | None = None
@@ -149,8 +147,8 @@ class SessionState:
         if time.monotonic() - self._server.heard > patience:
             raise ServerError(f"no message from the server has arrived for {patience:g} s: is it still running?")
         waiting = self.waiting()
-        if self._on_wait is not None and waiting is not None and waiting.seconds >= 1.0:
-            self._on_wait(waiting)
+        if self.on_wait is not None and waiting is not None and waiting.seconds >= 1.0:
+            self.on_wait(waiting)
 
     # For the client's thread
 
@@ -274,11 +272,11 @@ class PushQueue:
                 continue
             if isinstance(frame, SentShards):
                 frame.give_back(self.codec)
-                continue
-            pieces = layout.layers[layer].parts[part]
-            reader = FrameReader(frame, layout.numels(layer, part))
-            for section in reader.sections:
-                self.codec.give_back(pieces[section.id].name, *reader.entries(section))
+            else:
+                reader = FrameReader(frame, layout.numels(layer, part))
+                for section in reader.sections:
+                    name = layout.layers[layer].parts[part][section.id].name
+                    self.codec.give_back(name, *reader.entries(section))
         self.unacknowledged.clear()
         self._tickets.clear()
 
@@ -286,20 +284,13 @@ class PushQueue:
 class Client:
     """Owns the connection to the server, and the thread that uses it."""
 
-    def __init__(
-        self,
-        server: ServerConnection,
-        model: nn.Module,
-        codec: Codec | None,
-        hello: dict[str, Any],
-        on_wait: OnWait | None,
-    ) -> None:
+    def __init__(self, server: ServerConnection, model: nn.Module, codec: Codec | None, hello: dict[str, Any]) -> None:
         self.thread = threading.Thread(target=self._run, name="thinwire-worker", daemon=True)
         self.server, self._model = server, model
         self.parameters, self.timings = LocalParameters(model), WorkerTimings()
         self._has_codec = codec is not None  # otherwise the server chooses it
         self.pushes = PushQueue(codec or Codec(), self.parameters, self.timings, self.server)
-        self.state = SessionState(self.server, on_wait)
+        self.state = SessionState(self.server)
         self._buffers = Buffers(model)
         server.connection.on_report = self._on_report
         self._hello = {**hello, "shards": server.connection.piece_bytes is not None}

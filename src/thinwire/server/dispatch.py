@@ -136,7 +136,7 @@ class MessageDispatcher:
             else:
                 self._membership.ask_to_rejoin(peer, message.session, "the server does not know this session")
         except (MessageError, FrameError) as error:
-            self._refuse(peer, member or self._membership.by_peer(peer), error)
+            self._membership.refuse(peer, member or self._membership.by_peer(peer), error)
 
     def handle_report(self, peer: Peer, ticket: int, lost: frozenset[int]) -> None:
         """Handle the transport's report on a delta in shards, which takes the place of a RECEIVED message."""
@@ -147,7 +147,7 @@ class MessageDispatcher:
         try:
             self._pulls.received(member, settled[1])
         except (MessageError, FrameError) as error:
-            self._refuse(peer, member, error)
+            self._membership.refuse(peer, member, error)
 
     def handle_gap(self, peer: Peer) -> None:
         """Restart a member's session: with a connection the transport may have lost a report, which nothing repeats."""
@@ -168,13 +168,6 @@ class MessageDispatcher:
     def _restart_session(self, member: Member) -> None:
         self._membership.evict(member, "messages between it and the server were lost")
         self._membership.ask_to_rejoin(member.peer, member.session, "messages were lost on the way")
-
-    def _refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
-        self._send_queue.refuse(peer, member, error)
-        if member is not None:
-            self._membership.leave(member)
-        else:
-            self._send_queue.listener.forget(peer)
 
     def _handle_member(self, member: Member, message: Message, size: int) -> None:
         if not member.counter.follows(message):

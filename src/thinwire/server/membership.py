@@ -77,7 +77,6 @@ class SendQueue:
 
     def __init__(self) -> None:
         self.unreachable: list[Member] = []  # a message to them could not be sent
-        self._refused: dict[Peer, None] = {}  # recently
 
     def send_outside(self, peer: Peer, message: Message) -> None:
         """Send a message that belongs to no session, and so is not numbered."""
@@ -95,18 +94,6 @@ class SendQueue:
         if not self.listener.send(member.peer, parts):
             self.unreachable.append(member)
         return None
-
-    def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
-        """Tell a peer what is wrong with its message. Log it once per peer, so that nobody can fill the log."""
-        short = " ".join(str(error).split())[:300]
-        if peer not in self._refused:
-            self._refused[peer] = None
-            while len(self._refused) > MOST_WORKERS:
-                self._refused.pop(next(iter(self._refused)))
-            sender = "an unknown peer" if member is None else member.label
-            log.warning("the server refuses a message of %s: %s", sender, short)
-        session = member.session if member is not None else 0
-        self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
 
 
 class Membership:
@@ -138,6 +125,7 @@ class Membership:
         self.accepted_steps: dict[str, list[int]] = {}  # of workers that have left, by token
         self.joined = self.left = 0
         self._last_session = secrets.randbits(30)  # random, so that a restarted server does not reuse a number
+        self._refused: dict[Peer, None] = {}  # recently
         self.started = False
         self.left_at = self._checked = self.started_at = time.monotonic()
 
@@ -266,6 +254,22 @@ class Membership:
         if not keep_connection:
             self.send_queue.listener.forget(member.peer)
         self.on_leave(member)
+
+    def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
+        """Tell a peer what is wrong with its message, and end its session."""
+        short = " ".join(str(error).split())[:300]
+        if peer not in self._refused:  # logged once per peer, so that nobody can fill the log
+            self._refused[peer] = None
+            while len(self._refused) > MOST_WORKERS:
+                self._refused.pop(next(iter(self._refused)))
+            sender = "an unknown peer" if member is None else member.label
+            log.warning("the server refuses a message of %s: %s", sender, short)
+        session = member.session if member is not None else 0
+        self.send_queue.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
+        if member is not None:
+            self.leave(member)
+        else:
+            self.send_queue.listener.forget(peer)
 
     def ask_to_rejoin(self, peer: Peer, session: int, reason: str) -> None:
         """Tell a peer that its session is unknown or over, so that it sends HELLO again."""

@@ -17,7 +17,7 @@ from thinwire.errors import ServerError
 from thinwire.server.client import Client, OnWait, ServerConnection
 from thinwire.server.layout import trained
 from thinwire.server.protocol import Session, Waiting, hello_of, server_codec
-from thinwire.server.timings import StepTimes, Stopwatch, WorkerTimings
+from thinwire.server.timings import StepTimes, WorkerTimings
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
 
@@ -59,7 +59,7 @@ class Worker:
         connection = connect(address, keys=keys) if isinstance(address, str) else address
         try:
             server = ServerConnection(connection, address if isinstance(address, str) else "the server")
-            self._client = Client(server, model, chosen, hello_of(model, recipe, slot, name), on_wait)
+            self._client = Client(server, model, chosen, hello_of(model, recipe, slot, name))
         except BaseException:
             connection.close()
             raise
@@ -70,12 +70,12 @@ class Worker:
         self._pushed: set[int] = set()
         self._called: set[str] = set()
         self._called_layers: set[int] = set()
-        self._watch = Stopwatch(self._client.timings)
+        self._client.state.on_wait = on_wait
         self._accumulating = False
         self._client.thread.start()
         try:
             self._synchronise()
-            self._watch.begin()
+            self.timings.begin()
             if self._session is not None and overlap:
                 self._install()
         except BaseException:
@@ -88,7 +88,7 @@ class Worker:
         """Push the gradients that are not pushed yet, and go on to the next step. After the end it does nothing."""
         if self.stopped is not None or self._session is None:
             return
-        self._watch.computed()
+        self.timings.computed()
         session, layers = self._session, range(len(self._session.layout.layers))
         # A layer that this step does not use was pulled all the same. Its push must not overtake that pull.
         unused = [i for i in layers if i not in self._pushed and i not in self._called_layers]
@@ -97,7 +97,7 @@ class Worker:
         for layer in layers:
             if layer not in self._pushed:
                 self._push(session, layer)
-        self._watch.end_step(self.clock)
+        self.timings.end_step(self.clock)
         self.clock += 1
         # No hook tells when the parameters of a module that is not called are used, so they are waited for now.
         called = [self._called.issuperset(layer.modules) for layer in session.layout.layers]
@@ -152,7 +152,7 @@ class Worker:
     @property
     def last(self) -> StepTimes:
         """The times of the last step."""
-        return self._watch.last
+        return self.timings.last
 
     @property
     def codec(self) -> Codec:
@@ -233,7 +233,7 @@ class Worker:
     def _await(self, layers: list[int]) -> bool:
         began = time.monotonic()
         arrived = self._client.state.wait(layers, self.clock, self._patience)
-        self._watch.waited(layers, self.clock, began)
+        self.timings.waited(layers, self.clock, began)
         return arrived
 
     # Hooks
