@@ -173,7 +173,14 @@ class Aggregator:
         if not slots:
             return
         gradients = self._gradients[part]
-        _add_up([frames[slot] for slot in slots], gradients)
+        whole = [frame for slot in slots if isinstance(frame := frames[slot], FrameReader)]
+        if len(whole) == len(slots):
+            sum_frames(whole, gradients)
+        else:
+            for gradient in gradients:
+                gradient.zero_()
+            for slot in slots:
+                frames[slot].add_to(gradients)
         if self._reduce == "mean":
             share = len(slots) if workers is None else workers
             for gradient in gradients:
@@ -188,15 +195,3 @@ class Aggregator:
         for unit in self._units[part]:
             unit.grad = None
         self.updates += 1
-
-
-def _add_up(frames: list[FrameReader | ReceivedShards], outs: list[Tensor]) -> None:
-    """Write the sum of all frames, added in their order, to `outs`."""
-    whole = [frame for frame in frames if isinstance(frame, FrameReader)]
-    if len(whole) == len(frames):
-        sum_frames(whole, outs)
-        return
-    for out in outs:
-        out.zero_()
-    for frame in frames:
-        frame.add_to(outs)

@@ -11,9 +11,9 @@ from typing import Any
 
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import FrameError, MessageError
-from thinwire.server.aggregate import Aggregator, Clock
+from thinwire.server.aggregate import Aggregator
 from thinwire.server.layout import Buffers
-from thinwire.server.membership import Member, Membership, SendQueue
+from thinwire.server.membership import Member, Membership
 from thinwire.server.protocol import STALENESS, Message, MessageKind, parse
 from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas
 from thinwire.server.schedule import Request
@@ -29,8 +29,9 @@ _ASSUMED_BYTES = 1 << 18
 class PullHandler:
     """Answers the pulls of all members, each when its part is fresh enough and fits in the member's window."""
 
-    def __init__(self, clock: Clock, replicas: Replicas, send_queue: SendQueue) -> None:
-        self._layout, self._clock, self._replicas, self._send_queue = replicas.layout, clock, replicas, send_queue
+    def __init__(self, replicas: Replicas, membership: Membership) -> None:
+        self._replicas, self._membership = replicas, membership
+        self._layout, self._clock = replicas.layout, membership.clock
         self._places = list(self._layout.places())
         self._sizes: dict[tuple[int, int], int] = {}
 
@@ -76,7 +77,7 @@ class PullHandler:
                 reply = self._replicas.reply(member.session, layer, part, full=full)
             except MessageError as error:  # the message being handled may be another member's, which is not at fault
                 log.warning("the server cannot answer a pull of %s: %s", member.label, error)
-                self._send_queue.unreachable.append(member)
+                self._membership.unreachable.append(member)
                 return
             if reply.full == (not self._replicas.deltas):
                 self._sizes[layer, part] = reply.size
@@ -90,10 +91,10 @@ class PullHandler:
             kind = MessageKind.FULL if reply.full else MessageKind.DELTA
             message = Message(kind, member.session, layer, part, request.clock, version, reply.body)
             if isinstance(self._replicas, LossyReplicas) and not reply.full:
-                ticket = self._send_queue.send(member, message, reply.shards)
+                ticket = self._membership.send(member, message, reply.shards)
                 self._replicas.sent(member.session, layer, part, member.peer, ticket)
             else:
-                self._send_queue.send(member, message)
+                self._membership.send(member, message)
 
 
 class MessageDispatcher:
@@ -114,11 +115,10 @@ class MessageDispatcher:
         on_figures: OnFigures,
         on_advance: Callable[[], None],
     ) -> None:
-        self._layout, self._aggregator, self._replicas = replicas.layout, aggregator, replicas
-        self._buffers, self._membership, self._send_queue = buffers, membership, membership.send_queue
+        self._aggregator, self._replicas, self._buffers, self._membership = aggregator, replicas, buffers, membership
         self._staleness, self._on_figures, self._on_advance = staleness, on_figures, on_advance
-        self._clock, membership.on_leave = membership.clock, self._member_left
-        self._pulls = PullHandler(self._clock, replicas, self._send_queue)
+        self._layout, self._clock, membership.on_leave = replicas.layout, membership.clock, self._member_left
+        self._pulls = PullHandler(replicas, membership)
         self._places = list(self._layout.places())
 
     def handle(self, peer: Peer, parts: Parts) -> None:
@@ -185,7 +185,7 @@ class MessageDispatcher:
         elif message.kind is MessageKind.BUFFERS and len(message.body):
             self._buffers.update(message.body)
         elif message.kind is MessageKind.BUFFERS:
-            self._send_queue.send(member, Message(MessageKind.BUFFERS, member.session, body=self._buffers.body()))
+            self._membership.send(member, Message(MessageKind.BUFFERS, member.session, body=self._buffers.body()))
         elif message.kind is MessageKind.LEAVE:
             log.info("%s leaves", member.label)
             self._membership.leave(member)
@@ -203,7 +203,7 @@ class MessageDispatcher:
         number = self._number(message)
         numels, size = self._layout.numels(layer, part), len(message.body)
         frame: FrameReader | ReceivedShards
-        if self._send_queue.listener.piece_bytes is None:
+        if self._membership.listener.piece_bytes is None:
             frame = FrameReader(Frame.from_bytes(memoryview(message.body)), numels)
         else:
             frame = ReceivedShards(message.body, numels)
@@ -212,7 +212,7 @@ class MessageDispatcher:
         if fresh:
             self._aggregator.keep(member.slot, number, clock, frame)
         staleness = self._lowest_steps() if self._staleness else b""
-        self._send_queue.send(member, Message(MessageKind.ACK, member.session, layer, part, clock, size, staleness))
+        self._membership.send(member, Message(MessageKind.ACK, member.session, layer, part, clock, size, staleness))
         if fresh:
             self._apply(member, number, clock)
 
@@ -257,4 +257,4 @@ class MessageDispatcher:
                 self._on_figures(member, member.figures)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 raise MessageError(f"a worker's figures are invalid: {error}") from error
-        self._send_queue.send(member, Message(MessageKind.HEARTBEAT, member.session))
+        self._membership.send(member, Message(MessageKind.HEARTBEAT, member.session))

@@ -38,7 +38,6 @@ class Member:
     slot: int
     token: str
     name: str
-    first: int
     pool: Pool
     heard: float  # when its last message arrived (time.monotonic)
     since: float  # when it joined
@@ -70,41 +69,18 @@ class Member:
         return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 and steps[-1] > steps[0] else 0.0
 
 
-class SendQueue:
-    """Sends the server's messages. `listener` is set when the server runs."""
-
-    listener: Listener
-
-    def __init__(self) -> None:
-        self.unreachable: list[Member] = []  # a message to them could not be sent
-
-    def send_outside(self, peer: Peer, message: Message) -> None:
-        """Send a message that belongs to no session, and so is not numbered."""
-        self.listener.send(peer, message.parts())
-
-    def send(self, member: Member, message: Message, shards: Sequence[Buffer] | None = None) -> int | None:
-        """Send a message in a member's session; if that fails, the member is noted as unreachable.
-
-        shards: its body, any of which may be lost; return the transport's ticket for them.
-        """
-        parts = message.parts(member.counter.next(message.kind))
-        member.sent += sum(map(len, [*parts, *(shards or ())]))
-        if shards is not None:
-            return self.listener.send_pieces(member.peer, bytes(parts[0]), shards)
-        if not self.listener.send(member.peer, parts):
-            self.unreachable.append(member)
-        return None
-
-
 class Membership:
     """All workers: those in the training by session, those that wait for its start, and what is known of the rest.
+
+    `listener` and `on_leave` are set when the server runs.
 
     check: returns the worker that sent a HELLO message, or raises MessageError. layers: their number.
     terms: what the WELCOME message tells every worker.
     expect: training begins when so many workers have said HELLO.
-    on_leave: called with every member that has left or was evicted; set when the server runs.
+    on_leave: called with every member that has left or was evicted.
     """
 
+    listener: Listener
     on_leave: Callable[[Member], None]
 
     def __init__(
@@ -118,8 +94,8 @@ class Membership:
         stall: float,
     ) -> None:
         self._check, self._terms, self.clock, self._layers = check, terms, clock, layers
-        self.send_queue, self._expect = SendQueue(), expect
-        self._timeout, self._stall = terms["timeout"], stall
+        self._expect, self._timeout, self._stall = expect, terms["timeout"], stall
+        self.unreachable: list[Member] = []  # a message to them could not be sent
         self.active: dict[int, Member] = {}
         self.waiting: dict[str, tuple[Peer, Applicant, float]] = {}  # by token, with the time of the last HELLO
         self.accepted_steps: dict[str, list[int]] = {}  # of workers that have left, by token
@@ -138,6 +114,23 @@ class Membership:
         """Return the member that sends from this peer."""
         return next((member for member in self.active.values() if member.peer == peer), None)
 
+    def send_outside(self, peer: Peer, message: Message) -> None:
+        """Send a message that belongs to no session, and so is not numbered."""
+        self.listener.send(peer, message.parts())
+
+    def send(self, member: Member, message: Message, shards: Sequence[Buffer] | None = None) -> int | None:
+        """Send a message in a member's session; if that fails, the member is noted as unreachable.
+
+        shards: its body, any of which may be lost; return the transport's ticket for them.
+        """
+        parts = message.parts(member.counter.next(message.kind))
+        member.sent += sum(map(len, [*parts, *(shards or ())]))
+        if shards is not None:
+            return self.listener.send_pieces(member.peer, bytes(parts[0]), shards)
+        if not self.listener.send(member.peer, parts):
+            self.unreachable.append(member)
+        return None
+
     # Joining
 
     def hello(self, peer: Peer, message: Message) -> None:
@@ -146,7 +139,7 @@ class Membership:
         before = next((member for member in self.active.values() if member.token == applicant.token), None)
         if before is not None:
             if before.peer == peer and not before.received and before.welcome is not None:
-                self.send_queue.send_outside(peer, before.welcome)  # its HELLO was repeated before it was answered
+                self.send_outside(peer, before.welcome)  # its HELLO was repeated before it was answered
                 return
             self.leave(before, keep_connection=before.peer == peer)
         if len(self.active) + len(self.waiting) >= MOST_WORKERS:
@@ -155,7 +148,7 @@ class Membership:
             self._admit(peer, applicant)
             return
         self.waiting[applicant.token] = peer, applicant, time.monotonic()
-        self.send_queue.send_outside(peer, Message(MessageKind.HEARTBEAT))  # shows the worker that the server is alive
+        self.send_outside(peer, Message(MessageKind.HEARTBEAT))  # shows the worker that the server is alive
         if len(self.waiting) >= self._expect:
             self._start()
 
@@ -181,14 +174,14 @@ class Membership:
         first, slot = self.clock.join(session), self._free_slot(applicant.slot)
         pool = Pool(self._terms["policy"], Staleness.at_start(self._layers, 1), self._terms["window"])
         now = time.monotonic()
-        member = Member(peer, session, slot, token, applicant.name, first, pool, now, now)
+        member = Member(peer, session, slot, token, applicant.name, pool, now, now)
         member.accepted_steps = self.accepted_steps.pop(token, None)
         self.active[session] = member
         self.joined += 1
         log.info("%s joins at step %d", member.label, first)
         own = {"slot": slot, "first": first, "accepted_steps": member.accepted_steps}
         member.welcome = with_json(MessageKind.WELCOME, session, **own, **self._terms)
-        self.send_queue.send(member, member.welcome)
+        self.send(member, member.welcome)
 
     def _free_slot(self, wanted: int | None) -> int:
         """Return the slot that a worker asks for if it is free, or else the lowest free one."""
@@ -228,9 +221,8 @@ class Membership:
 
     def evict_unreachable(self) -> None:
         """Evict members to which a message could not be sent."""
-        unreachable = self.send_queue.unreachable
-        while unreachable:  # an eviction lets the server send to others, which may be unreachable too
-            member = unreachable.pop()
+        while self.unreachable:  # an eviction lets the server send to others, which may be unreachable too
+            member = self.unreachable.pop()
             if member.session in self.active:
                 self.evict(member, "it cannot be reached")
 
@@ -252,7 +244,7 @@ class Membership:
         self.left += 1
         self.left_at = time.monotonic()
         if not keep_connection:
-            self.send_queue.listener.forget(member.peer)
+            self.listener.forget(member.peer)
         self.on_leave(member)
 
     def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
@@ -265,17 +257,17 @@ class Membership:
             sender = "an unknown peer" if member is None else member.label
             log.warning("the server refuses a message of %s: %s", sender, short)
         session = member.session if member is not None else 0
-        self.send_queue.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
+        self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
         if member is not None:
             self.leave(member)
         else:
-            self.send_queue.listener.forget(peer)
+            self.listener.forget(peer)
 
     def ask_to_rejoin(self, peer: Peer, session: int, reason: str) -> None:
         """Tell a peer that its session is unknown or over, so that it sends HELLO again."""
-        self.send_queue.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason))
+        self.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason))
         if self.by_peer(peer) is None:
-            self.send_queue.listener.forget(peer)
+            self.listener.forget(peer)
 
     def all_accepted_steps(self) -> dict[str, list[int]]:
         """Return which pushes are accepted, by token, of members and of workers that have left."""
@@ -299,7 +291,7 @@ class Membership:
 
         Workers that say HELLO meanwhile are told too.
         """
-        send, listener = self.send_queue.send_outside, self.send_queue.listener
+        send, listener = self.send_outside, self.listener
         for member in self.active.values():
             send(member.peer, with_json(MessageKind.STOP, member.session, reason=reason))
         for peer, _, _ in self.waiting.values():

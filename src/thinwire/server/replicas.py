@@ -130,17 +130,13 @@ class Replicas:
         # The difference between the model and a replica already contains what was not sent: a residual of the codec's
         # own would count it twice.
         self._codec = codec and codec.copy(feedback=NoFeedback())
+        self.deltas = codec is not None  # whether changes are sent, or the parameters in full
         self._versions = dict.fromkeys(layout.places(), start)
         self._at: dict[Place, dict[int, ReplicaVersion]] = {place: {} for place in layout.places()}  # by session
         self._bodies: dict[Place, Buffer] = {}  # parameters in full, without a codec
         # Buffers are reused: the page faults of new ones for each delta take as long as the delta itself.
         self._difference = torch.empty(0)
         self._spare: dict[Place, list[Tensor]] = {}
-
-    @property
-    def deltas(self) -> bool:
-        """Whether changes are sent, or the parameters in full."""
-        return self._codec is not None
 
     def changed(self, layer: int, part: int) -> None:
         """Note that the server has updated its parameters of a part."""

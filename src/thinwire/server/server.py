@@ -115,7 +115,6 @@ class Server:
             self._check.applicant, terms, self.clock, len(self.layout.layers), expect=expect, stall=stall
         )
         self.membership.accepted_steps = state["accepted_steps"]
-        self._send_queue = self.membership.send_queue
         self._on_step, self._on_figures = on_step, on_figures
         self.stopped: str | None = None
         self.applied_at = time.monotonic()  # when the last step was complete
@@ -184,7 +183,7 @@ class Server:
 
     def listener_figures(self, member: Member) -> dict[str, float]:
         """Return what the transport has measured on the way to a worker."""
-        return self._send_queue.listener.figures(member.peer)
+        return self.membership.listener.figures(member.peer)
 
     @property
     def started(self) -> bool:
@@ -205,7 +204,7 @@ class Server:
 
     def _open(self, listener: Listener) -> None:
         """Make everything that depends on the transport."""
-        self._send_queue.listener = listener
+        self.membership.listener = listener
         values, start = self._aggregator.values, self._resumed_at
         if listener.piece_bytes is None:
             self.replicas = Replicas(self.layout, values, self.codec, start)
@@ -224,7 +223,7 @@ class Server:
         listener.on_report, listener.on_gap = self._dispatcher.handle_report, self._dispatcher.handle_gap
 
     def _turn(self, timeout: float) -> None:
-        arrived = self._send_queue.listener.poll(timeout)
+        arrived = self.membership.listener.poll(timeout)
         self.membership.evict_silent({peer for peer, _ in arrived})
         if self._resumed_at:  # workers that come back later join then
             self.membership.start_late()
@@ -247,7 +246,7 @@ class Server:
         members = self.membership.active
         if self._buffers and self._last_step // BUFFERS_EVERY > before // BUFFERS_EVERY and members:
             asked = min(members.values(), key=lambda member: member.slot)
-            self._send_queue.send(asked, Message(MessageKind.BUFFERS, asked.session))
+            self.membership.send(asked, Message(MessageKind.BUFFERS, asked.session))
         self.membership.excuse(time.monotonic() - began)
         self._check_end()
 
