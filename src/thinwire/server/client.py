@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -92,13 +91,18 @@ class SessionState:
         self.stopped: str | None = None
         self.error: Exception | None = None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a session, in which what this step computes counts."""
+        return self.session is not None and self.stopped is None and not self.lost
+
     # For the worker's thread
 
     def wait(self, layers: Sequence[int], clock: int, patience: float) -> bool:
         """Wait until these layers are fresh enough for a step; return False if the session or the training ended."""
 
         def arrived() -> bool | None:
-            if self.lost or self.stopped is not None or self.session is None:
+            if not self.goes_on or self.session is None:
                 return False
             return all(min(self.session.arrived[layer]) >= clock for layer in layers) or None
 
@@ -219,7 +223,6 @@ class PushQueue:
         pieces = session.layout.layers[layer].parts[part]
         tensors = self._parameters.gradients(pieces, gradients)
         hold = [piece.name for piece in pieces if piece.parameter not in gradients]
-        message = Message(MessageKind.PUSH, session.number, layer, part, clock)
         budget = self._server.connection.piece_bytes
         sent: Frame | SentShards
         body: Buffer
@@ -236,7 +239,8 @@ class PushQueue:
         self._timings.sent(clock, entries)
         session.pool.sent(request, size)
         self.unacknowledged[layer, part, clock] = sent
-        ticket = self._server.send(replace(message, body=body), session, shards)
+        message = Message(MessageKind.PUSH, session.number, layer, part, clock, body=body)
+        ticket = self._server.send(message, session, shards)
         if ticket is not None and isinstance(sent, SentShards):
             self._tickets[ticket] = sent
         if part == len(session.layout.layers[layer].parts) - 1:
@@ -294,7 +298,7 @@ class Client:
         self._buffers = Buffers(model)
         server.connection.on_report = self._on_report
         self._hello = {**hello, "shards": server.connection.piece_bytes is not None}
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[tuple[Callable[[], None], Session | None]] = deque()  # None: for any session
         self._hello_sent = 0.0
         self._unreported = 0  # bytes of replies since the last RECEIVED message
         self._ending = False
@@ -303,24 +307,18 @@ class Client:
 
     def push(self, session: Session, layer: int, clock: int, gradients: Gradients) -> None:
         """Push a layer's gradients (of some of its parameters), then pull its parameters for the next step."""
-
-        def enqueue() -> None:
-            if session is self.state.session:  # gradients of an earlier session do not count in this one
-                self.pushes.enqueue(session, layer, clock, gradients)
-
-        self._submit(enqueue)
+        self._submit(lambda: self.pushes.enqueue(session, layer, clock, gradients), session)
 
     def fetch(self, session: Session, clock: int) -> None:
         """Pull all parameters in full."""
 
         def pull() -> None:
-            if session is self.state.session:
-                if self._buffers:
-                    self._send(Message(MessageKind.BUFFERS, session.number))
-                for layer, part in session.layout.places():
-                    self._send(Message(MessageKind.PULL, session.number, layer, part, clock, 1))
+            if self._buffers:
+                self._send(Message(MessageKind.BUFFERS, session.number))
+            for layer, part in session.layout.places():
+                self._send(Message(MessageKind.PULL, session.number, layer, part, clock, 1))
 
-        self._submit(pull)
+        self._submit(pull, session)
 
     def report(self, figures: dict[str, Any]) -> None:
         """Send figures of a step to the server."""
@@ -339,8 +337,8 @@ class Client:
         if self.thread.ident is not None:
             self.thread.join(10.0)
 
-    def _submit(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
+    def _submit(self, job: Callable[[], None], session: Session | None = None) -> None:
+        self._jobs.append((job, session))
         self.server.connection.wake()
 
     # The client's thread
@@ -351,7 +349,7 @@ class Client:
                 self._turn()
             until = time.monotonic() + _LEAVE_TIMEOUT
             # The server acknowledges the gradients of the last step when they arrive.
-            while (self._jobs or self.pushes.busy) and self._goes_on() and time.monotonic() < until:
+            while (self._jobs or self.pushes.busy) and self.state.goes_on and time.monotonic() < until:
                 self._turn()
             self._send_leave()
         except Exception as error:
@@ -359,9 +357,6 @@ class Client:
         finally:
             self.server.connection.close()
             self.state.wake()
-
-    def _goes_on(self) -> bool:
-        return self.state.session is not None and self.state.stopped is None and not self.state.lost
 
     def _turn(self) -> None:
         session = self.state.session
@@ -372,7 +367,9 @@ class Client:
         elif self.state.stopped is None and self.server.heartbeat_is_due(session.timeout / 4):
             self._send(Message(MessageKind.HEARTBEAT, session.number))
         while self._jobs:
-            self._jobs.popleft()()
+            job, wanted = self._jobs.popleft()
+            if wanted is None or wanted is self.state.session:  # gradients do not count in a later session
+                job()
         self._flush()
         pause = 0.2 if self.state.session is None else min(0.5, self.state.session.timeout / 8)
         for message in self.server.poll(0.0 if self._jobs else pause):

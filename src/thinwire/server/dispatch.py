@@ -140,14 +140,13 @@ class MessageDispatcher:
 
     def handle_report(self, peer: Peer, ticket: int, lost: frozenset[int]) -> None:
         """Handle the transport's report on a delta in shards, which takes the place of a RECEIVED message."""
-        settled = self._replicas.settle(peer, ticket, lost)
-        member = None if settled is None else self._membership.find(peer, settled[0])
-        if settled is None or member is None:
-            return
-        try:
-            self._pulls.received(member, settled[1])
-        except (MessageError, FrameError) as error:
-            self._membership.refuse(peer, member, error)
+        session, size = self._replicas.settle(peer, ticket, lost) or (0, 0)
+        member = self._membership.find(peer, session)
+        if member is not None:
+            try:
+                self._pulls.received(member, size)
+            except (MessageError, FrameError) as error:
+                self._membership.refuse(peer, member, error)
 
     def handle_gap(self, peer: Peer) -> None:
         """Restart a member's session: with a connection the transport may have lost a report, which nothing repeats."""

@@ -20,6 +20,7 @@ from thinwire.transport.base import Buffer, Listener, Peer
 
 log = logging.getLogger("thinwire.server")
 
+CheckHello = Callable[[Message], Applicant]
 # How many departed workers' accepted steps are remembered, so that a returning one restores only what was lost; and
 # how many integers that may take.
 _REMEMBERED, _REMEMBERED_INTEGERS = 1024, 1 << 20
@@ -84,14 +85,7 @@ class Membership:
     on_leave: Callable[[Member], None]
 
     def __init__(
-        self,
-        check: Callable[[Message], Applicant],
-        terms: dict[str, Any],
-        clock: Clock,
-        layers: int,
-        *,
-        expect: int,
-        stall: float,
+        self, check: CheckHello, terms: dict[str, Any], clock: Clock, layers: int, *, expect: int, stall: float
     ) -> None:
         self._check, self._terms, self.clock, self._layers = check, terms, clock, layers
         self._expect, self._timeout, self._stall = expect, terms["timeout"], stall
