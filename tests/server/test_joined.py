@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.server.serving import Threads, serving
 from thinwire.errors import ServerCheckpointError
-from thinwire.server.checkpoint import ServerCheckpoint
+from thinwire.server.checkpoint import load_checkpoint, save_checkpoint
 from thinwire.server.layout import Layout
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
@@ -128,13 +128,13 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_with_advice(tmp_path: Pat
     """Version 1 had a layer for every module and version 2 other keys: neither can be read."""
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    store, cut = ServerCheckpoint(tmp_path), Layout.of(net, 0).cut
-    assert store.save(net, optimizer, cut, 3, {}, {})
-    found = store.load(net, optimizer, cut)
+    path, cut = tmp_path / "server.pt", Layout.of(net, 0).cut
+    assert save_checkpoint(tmp_path, net, optimizer, {"cut": cut, "step": 3, "accepted_steps": {}, "extra": {}})
+    found = load_checkpoint(tmp_path, net, optimizer, cut)
     assert found is not None and found["step"] == 3
-    state = torch.load(store.path, weights_only=True)
+    state = torch.load(path, weights_only=True)
     for version in (1, 2):
-        torch.save({**state, "version": version}, store.path)
+        torch.save({**state, "version": version}, path)
         advice = f"it has version {version}, this thinwire reads version 3\\): finish this training with the thinwire"
         with pytest.raises(ServerCheckpointError, match=advice):
-            store.load(net, optimizer, cut)
+            load_checkpoint(tmp_path, net, optimizer, cut)

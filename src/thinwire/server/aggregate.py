@@ -63,9 +63,9 @@ class Clock:
         self.workers[session] = WorkerClock(first, [first] * len(self.lowest))
         return first
 
-    def leave(self, session: int) -> None:
-        """Remove a worker: no step waits for it any more."""
-        self.workers.pop(session, None)
+    def leave(self, session: int) -> list[int]:
+        """Remove a worker: no step waits for it any more. Return for each part the next step it had to push."""
+        return self.workers.pop(session).due
 
     def push(self, session: int, part: int, clock: int) -> bool:
         """Note a push; return False if it was accepted before. MessageError if it comes out of turn."""
@@ -138,21 +138,22 @@ class Aggregator:
             raise ValueError(f"the optimizer does not hold {missing[0]}: give it all parameters of the model")
         self._optimizer, self._reduce = optimizer, reduce
         self.updates = 0  # of parts
-        self.values: list[list[list[Tensor]]] = []  # flat views of the parameters, by layer, part and piece
+        # Flat views of the parameters, by layer, part and piece.
+        self.values: list[list[list[Tensor]]] = [
+            [[flat(parameters[p.parameter])[p.begin : p.end] for p in part] for part in layer.parts]
+            for layer in layout.layers
+        ]
         self._units: list[list[nn.Parameter]] = []  # what the optimizer updates, by part through all layers
         cut: dict[int, list[nn.Parameter]] = {}
-        for layer in layout.layers:
-            self.values.append([])
-            for part in layer.parts:
-                rows = [flat(parameters[p.parameter])[p.begin : p.end] for p in part]
-                self.values[-1].append(rows)
-                self._units.append([])
-                for piece, row in zip(part, rows, strict=True):
-                    whole = parameters[piece.parameter]
-                    unit = whole if len(piece) == whole.numel() else nn.Parameter(row)
-                    self._units[-1].append(unit)
-                    cut.setdefault(id(whole), []).append(unit)
-        _replace(optimizer, cut)
+        for layer, part in layout.places():
+            self._units.append([])
+            for piece, row in zip(layout.layers[layer].parts[part], self.values[layer][part], strict=True):
+                whole = parameters[piece.parameter]
+                unit = whole if len(piece) == whole.numel() else nn.Parameter(row)
+                self._units[-1].append(unit)
+                cut.setdefault(id(whole), []).append(unit)
+        for group in optimizer.param_groups:  # the pieces share the storage of the parameters that they replace
+            group["params"] = [unit for whole in group["params"] for unit in cut.get(id(whole), [whole])]
         self._gradients = [[torch.zeros(unit.numel()) for unit in units] for units in self._units]
         # By part and step: the gradients that wait for it, by slot.
         self._pending: dict[tuple[int, int], dict[int, FrameReader | ReceivedShards]] = {}
@@ -161,27 +162,27 @@ class Aggregator:
         """Keep a gradient, which has been checked, until its step is applied."""
         self._pending.setdefault((part, clock), {})[slot] = frame
 
-    def apply(self, part: int, clock: int) -> None:
-        """Apply all gradients of a step to a part."""
-        self._apply(part, self._pending.pop((part, clock), {}), None)
+    def apply(self, part: int, clock: int, workers: int | None = None) -> None:
+        """Apply all gradients that are kept for a step to a part.
 
-    def apply_one(self, slot: int, part: int, clock: int, workers: int) -> None:
-        """Apply one worker's gradient at once; in a mean it is divided by the number of workers."""
-        pending = self._pending.get((part, clock), {})
-        mine = {slot: pending.pop(slot)} if slot in pending else {}
-        if not pending:
-            self._pending.pop((part, clock), None)
-        self._apply(part, mine, workers)
-
-    def _apply(self, part: int, frames: dict[int, FrameReader | ReceivedShards], workers: int | None) -> None:
+        workers: what a mean divides by; None: the number of gradients.
+        """
+        frames = self._pending.pop((part, clock), {})
         # A worker whose gradient is not finite counts as absent in this step.
         slots = sorted(slot for slot, frame in frames.items() if not frame.non_finite)
         if not slots:
             return
         gradients = self._gradients[part]
-        _add_up([frames[slot] for slot in slots], gradients)
+        whole = [frame for slot in slots if isinstance(frame := frames[slot], FrameReader)]
+        if len(whole) == len(slots):
+            sum_frames(whole, gradients)
+        else:
+            for gradient in gradients:
+                gradient.zero_()
+            for slot in slots:
+                frames[slot].add_to(gradients)
         if self._reduce == "mean":
-            share = len(slots) if workers is None else max(workers, 1)
+            share = len(slots) if workers is None else workers
             for gradient in gradients:
                 gradient.div_(share)
         if first_not_finite(gradients) >= 0:
@@ -194,21 +195,3 @@ class Aggregator:
         for unit in self._units[part]:
             unit.grad = None
         self.updates += 1
-
-
-def _add_up(frames: list[FrameReader | ReceivedShards], outs: list[Tensor]) -> None:
-    """Write the sum of all frames, added in their order, to `outs`."""
-    whole = [frame for frame in frames if isinstance(frame, FrameReader)]
-    if len(whole) == len(frames):
-        sum_frames(whole, outs)
-        return
-    for out in outs:
-        out.zero_()
-    for frame in frames:
-        frame.add_to(outs)
-
-
-def _replace(optimizer: torch.optim.Optimizer, cut: dict[int, list[nn.Parameter]]) -> None:
-    """Replace the parameters in an optimizer by the pieces that they are cut in; both share their storage."""
-    for group in optimizer.param_groups:
-        group["params"] = [unit for whole in group["params"] for unit in cut.get(id(whole), [whole])]

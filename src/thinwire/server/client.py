@@ -10,8 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import MessageError, ServerError, ThinwireError
 from thinwire.server.layout import Buffers
-from thinwire.server.protocol import STALENESS, Message, MessageKind, Session, Waiting, hello_of, parse, with_json
+from thinwire.server.protocol import STALENESS, Message, MessageKind, Session, Waiting, parse, with_json
 from thinwire.server.replicas import LocalParameters, SentShards, check_on_loss
 from thinwire.server.schedule import Request
 from thinwire.server.timings import WorkerTimings
@@ -28,6 +27,7 @@ from thinwire.transport.udp.recovery import pack_all
 
 log = logging.getLogger("thinwire.worker")
 
+T = TypeVar("T")
 Gradients = Mapping[str, Tensor]
 OnWait = Callable[[Waiting], None]
 # Heartbeats to a server that does not answer pile up in a queue: after the first few they are sent less often.
@@ -50,19 +50,18 @@ class ServerConnection:
         self._spoken = 0.0
         self._unanswered = 0  # heartbeats since then
 
-    def send(self, message: Message, session: Session | None) -> None:
-        """Send a message; in a session it is numbered."""
-        parts = message.parts(session.counter.next(message.kind) if session is not None else 0)
-        self.sent += sum(map(len, parts))
-        self._spoken = time.monotonic()
-        self.connection.send(parts)
+    def send(self, message: Message, session: Session | None, shards: Sequence[Buffer] | None = None) -> int | None:
+        """Send a message; in a session it is numbered.
 
-    def send_shards(self, message: Message, session: Session, shards: Sequence[Buffer]) -> int | None:
-        """Send a body in shards, any of which may be lost; return the transport's ticket."""
-        head = bytes(message.parts(session.counter.next(message.kind))[0])
-        self.sent += len(head) + sum(map(len, shards))
+        shards: its body, any of which may be lost; return the transport's ticket for them.
+        """
+        parts = message.parts(session.counter.next(message.kind) if session is not None else 0)
+        self.sent += sum(map(len, [*parts, *(shards or ())]))
         self._spoken = time.monotonic()
-        return self.connection.send_pieces(head, shards)
+        if shards is not None:
+            return self.connection.send_pieces(bytes(parts[0]), shards)
+        self.connection.send(parts)
+        return None
 
     def poll(self, timeout: float) -> Iterator[Message]:
         """Yield messages that have arrived; wait up to `timeout` seconds for the first."""
@@ -80,13 +79,11 @@ class ServerConnection:
 
 
 class SessionState:
-    """The state of the session, which the two threads of a worker share.
+    """The state of the session, which the two threads of a worker share."""
 
-    on_wait: called about every second while the worker's thread waits, with what it waits for.
-    """
-
-    def __init__(self, server: ServerConnection, on_wait: OnWait | None = None) -> None:
-        self._server, self._on_wait = server, on_wait
+    def __init__(self, server: ServerConnection) -> None:
+        self._server = server
+        self.on_wait: OnWait | None = None  # called about every second while the worker's thread waits
         self._changed = threading.Condition()
         self._blocked: tuple[str, float] | None = None  # what the worker's thread waits for, and since when
         self.session: Session | None = None
@@ -94,36 +91,33 @@ class SessionState:
         self.stopped: str | None = None
         self.error: Exception | None = None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a session, in which what this step computes counts."""
+        return self.session is not None and self.stopped is None and not self.lost
+
     # For the worker's thread
 
     def wait(self, layers: Sequence[int], clock: int, patience: float) -> bool:
         """Wait until these layers are fresh enough for a step; return False if the session or the training ended."""
-        try:
-            while True:
-                with self._changed:
-                    self._raise_error()
-                    if self.lost or self.stopped is not None or self.session is None:
-                        return False
-                    if all(min(self.session.arrived[layer]) >= clock for layer in layers):
-                        return True
-                    self._sleep(f"the parameters of step {clock}")
-                self._check_server(patience)
-        finally:
-            self._blocked = None
+
+        def arrived() -> bool | None:
+            if not self.goes_on or self.session is None:
+                return False
+            return all(min(self.session.arrived[layer]) >= clock for layer in layers) or None
+
+        return self._wait_for(arrived, f"the parameters of step {clock}", patience)
 
     def wait_for_session(self, patience: float) -> Session | None:
         """Wait until the server has admitted this worker; return None if training has ended."""
-        try:
-            while True:
-                with self._changed:
-                    self._raise_error()
-                    if self.session is not None or self.stopped is not None:
-                        self.lost = False
-                        return self.session
-                    self._sleep("other workers to join, before training begins")
-                self._check_server(patience)
-        finally:
-            self._blocked = None
+
+        def admitted() -> tuple[Session | None] | None:
+            if self.session is None and self.stopped is None:
+                return None
+            self.lost = False
+            return (self.session,)
+
+        return self._wait_for(admitted, "other workers to join, before training begins", patience)[0]
 
     def waiting(self) -> Waiting | None:
         """Return what the worker's thread waits for and how long it has, or None if it does not wait."""
@@ -136,9 +130,20 @@ class SessionState:
             return Waiting(f"an answer from {self._server.address}", silent)
         return Waiting(blocked[0], now - blocked[1])
 
-    def _sleep(self, what: str) -> None:
-        self._blocked = self._blocked or (what, time.monotonic())
-        self._changed.wait(1.0)
+    def _wait_for(self, outcome: Callable[[], T | None], what: str, patience: float) -> T:
+        """Wait until there is an outcome, and return it. Raise an error of the client's thread."""
+        try:
+            while True:
+                with self._changed:
+                    if self.error is not None and self.stopped is None:  # after the end the server may be gone
+                        raise self.error
+                    if (found := outcome()) is not None:
+                        return found
+                    self._blocked = self._blocked or (what, time.monotonic())
+                    self._changed.wait(1.0)
+                self._check_server(patience)
+        finally:
+            self._blocked = None
 
     def _check_server(self, patience: float) -> None:
         """Raise ServerError if the server has been silent for too long; tell the owner what the worker waits for."""
@@ -146,12 +151,8 @@ class SessionState:
         if time.monotonic() - self._server.heard > patience:
             raise ServerError(f"no message from the server has arrived for {patience:g} s: is it still running?")
         waiting = self.waiting()
-        if self._on_wait is not None and waiting is not None and waiting.seconds >= 1.0:
-            self._on_wait(waiting)
-
-    def _raise_error(self) -> None:
-        if self.error is not None and self.stopped is None:  # after the end the server may be gone
-            raise self.error
+        if self.on_wait is not None and waiting is not None and waiting.seconds >= 1.0:
+            self.on_wait(waiting)
 
     # For the client's thread
 
@@ -174,17 +175,16 @@ class SessionState:
 
     def stop(self, reason: str) -> None:
         """Note that training has ended."""
-        with self._changed:
-            self.stopped = reason
-            self._changed.notify_all()
+        self.stopped = reason
+        self.wake()
 
     def fail(self, error: Exception) -> None:
         """Keep an error of the client's thread, which the worker's thread raises."""
         self.error = error if isinstance(error, ThinwireError) else ServerError(f"the worker failed: {error}")
         self.error.__cause__ = error.__cause__ if self.error is error else error
 
-    def close(self) -> None:
-        """Wake the worker's thread when the client's thread ends."""
+    def wake(self) -> None:
+        """Let the worker's thread see what has changed."""
         with self._changed:
             self._changed.notify_all()
 
@@ -223,33 +223,29 @@ class PushQueue:
         pieces = session.layout.layers[layer].parts[part]
         tensors = self._parameters.gradients(pieces, gradients)
         hold = [piece.name for piece in pieces if piece.parameter not in gradients]
-        message = Message(MessageKind.PUSH, session.number, layer, part, clock)
         budget = self._server.connection.piece_bytes
+        sent: Frame | SentShards
+        body: Buffer
+        shards: list[bytes] | None
         if budget is None:
-            frame = self.codec.encode(tensors, step=clock, hold=hold)
-            self._timings.sent(clock, sum(frame.counts))
-            body = frame.data.numpy().data
-            session.pool.sent(request, len(body))
-            self.unacknowledged[layer, part, clock] = frame
-            self._server.send(replace(message, body=body), session)
+            sent = self.codec.encode(tensors, step=clock, hold=hold)
+            entries, body, shards = sum(sent.counts), sent.data.numpy().data, None
+            size = len(body)
         else:
             sent, entries = SentShards.encode(self.codec, tensors, budget, step=clock, hold=hold)
-            self._timings.sent(clock, entries)
-            session.pool.sent(request, sent.size)
-            self.unacknowledged[layer, part, clock] = sent
-            self._send_shards(session, message, sent)
+            size, body, shards = sent.size, b"", list(sent.shards.values())
+            if not sent.finite:  # the server must learn of it, so it is sent reliably
+                body, shards = pack_all(shards), None
+        self._timings.sent(clock, entries)
+        session.pool.sent(request, size)
+        self.unacknowledged[layer, part, clock] = sent
+        message = Message(MessageKind.PUSH, session.number, layer, part, clock, body=body)
+        ticket = self._server.send(message, session, shards)
+        if ticket is not None and isinstance(sent, SentShards):
+            self._tickets[ticket] = sent
         if part == len(session.layout.layers[layer].parts) - 1:
             self._gradients.pop((layer, clock), None)
         self._timings.note(self._timings.pushes, layer, clock)
-
-    def _send_shards(self, session: Session, message: Message, sent: SentShards) -> None:
-        shards = list(sent.shards.values())
-        if not sent.finite:  # the server must learn of it, so it is sent reliably
-            self._server.send(replace(message, body=pack_all(shards)), session)
-            return
-        ticket = self._server.send_shards(message, session, shards)
-        if ticket is not None:
-            self._tickets[ticket] = sent
 
     def report(self, ticket: int, lost: frozenset[int], on_loss: str) -> None:
         """Add the lost shards of a push to the residual again, or drop them."""
@@ -280,11 +276,11 @@ class PushQueue:
                 continue
             if isinstance(frame, SentShards):
                 frame.give_back(self.codec)
-                continue
-            pieces = layout.layers[layer].parts[part]
-            reader = FrameReader(frame, layout.numels(layer, part))
-            for section in reader.sections:
-                self.codec.give_back(pieces[section.id].name, *reader.entries(section))
+            else:
+                reader = FrameReader(frame, layout.numels(layer, part))
+                for section in reader.sections:
+                    name = layout.layers[layer].parts[part][section.id].name
+                    self.codec.give_back(name, *reader.entries(section))
         self.unacknowledged.clear()
         self._tickets.clear()
 
@@ -292,59 +288,57 @@ class PushQueue:
 class Client:
     """Owns the connection to the server, and the thread that uses it."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        model: nn.Module,
-        codec: Codec | None,
-        *,
-        address: str = "the server",
-        recipe: str = "",
-        slot: int | None = None,
-        name: str | None = None,
-        on_wait: OnWait | None = None,
-    ) -> None:
-        self._thread = threading.Thread(target=self._run, name="thinwire-worker", daemon=True)
-        self.server, self._model = ServerConnection(connection, address), model
+    def __init__(self, server: ServerConnection, model: nn.Module, codec: Codec | None, hello: dict[str, Any]) -> None:
+        self.thread = threading.Thread(target=self._run, name="thinwire-worker", daemon=True)
+        self.server, self._model = server, model
         self.parameters, self.timings = LocalParameters(model), WorkerTimings()
         self._has_codec = codec is not None  # otherwise the server chooses it
         self.pushes = PushQueue(codec or Codec(), self.parameters, self.timings, self.server)
-        self.state = SessionState(self.server, on_wait)
+        self.state = SessionState(self.server)
         self._buffers = Buffers(model)
-        connection.on_report = self._on_report
-        self._hello = {**hello_of(model, recipe, slot, name), "shards": connection.piece_bytes is not None}
-        self._jobs: deque[Callable[[], None]] = deque()
+        server.connection.on_report = self._on_report
+        self._hello = {**hello, "shards": server.connection.piece_bytes is not None}
+        self._jobs: deque[tuple[Callable[[], None], Session | None]] = deque()  # None: for any session
         self._hello_sent = 0.0
         self._unreported = 0  # bytes of replies since the last RECEIVED message
         self._ending = False
 
     # For the worker's thread
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
     def push(self, session: Session, layer: int, clock: int, gradients: Gradients) -> None:
         """Push a layer's gradients (of some of its parameters), then pull its parameters for the next step."""
-        self._submit(lambda: self._enqueue(session, layer, clock, gradients))
+        self._submit(lambda: self.pushes.enqueue(session, layer, clock, gradients), session)
 
     def fetch(self, session: Session, clock: int) -> None:
         """Pull all parameters in full."""
-        self._submit(lambda: self._pull_all(session, clock))
+
+        def pull() -> None:
+            if self._buffers:
+                self._send(Message(MessageKind.BUFFERS, session.number))
+            for layer, part in session.layout.places():
+                self._send(Message(MessageKind.PULL, session.number, layer, part, clock, 1))
+
+        self._submit(pull, session)
 
     def report(self, figures: dict[str, Any]) -> None:
         """Send figures of a step to the server."""
-        self._submit(lambda: self._report(figures))
+
+        def send() -> None:
+            if self.state.session is not None and self.state.stopped is None:
+                plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+                self._send(with_json(MessageKind.HEARTBEAT, self.state.session.number, **plain))
+
+        self._submit(send)
 
     def leave(self) -> None:
         """Leave the training and end the thread."""
         self._ending = True
         self.server.connection.wake()
-        if self._thread.ident is not None:
-            self._thread.join(10.0)
+        if self.thread.ident is not None:
+            self.thread.join(10.0)
 
-    def _submit(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
+    def _submit(self, job: Callable[[], None], session: Session | None = None) -> None:
+        self._jobs.append((job, session))
         self.server.connection.wake()
 
     # The client's thread
@@ -354,20 +348,15 @@ class Client:
             while not self._ending:
                 self._turn()
             until = time.monotonic() + _LEAVE_TIMEOUT
-            while self._has_unfinished_pushes() and time.monotonic() < until:
+            # The server acknowledges the gradients of the last step when they arrive.
+            while (self._jobs or self.pushes.busy) and self.state.goes_on and time.monotonic() < until:
                 self._turn()
             self._send_leave()
         except Exception as error:
             self.state.fail(error)
         finally:
             self.server.connection.close()
-            self.state.close()
-
-    def _has_unfinished_pushes(self) -> bool:
-        """Return whether gradients of the last step are not acknowledged, which the server does when they arrive."""
-        if self.state.session is None or self.state.stopped is not None or self.state.lost:
-            return False
-        return bool(self._jobs or self.pushes.busy)
+            self.state.wake()
 
     def _turn(self) -> None:
         session = self.state.session
@@ -378,7 +367,9 @@ class Client:
         elif self.state.stopped is None and self.server.heartbeat_is_due(session.timeout / 4):
             self._send(Message(MessageKind.HEARTBEAT, session.number))
         while self._jobs:
-            self._jobs.popleft()()
+            job, wanted = self._jobs.popleft()
+            if wanted is None or wanted is self.state.session:  # gradients do not count in a later session
+                job()
         self._flush()
         pause = 0.2 if self.state.session is None else min(0.5, self.state.session.timeout / 8)
         for message in self.server.poll(0.0 if self._jobs else pause):
@@ -396,25 +387,6 @@ class Client:
     def _on_report(self, ticket: int, lost: frozenset[int]) -> None:
         on_loss = "restore" if self.state.session is None else str(self.state.session.tell.get("on_loss", "restore"))
         self.pushes.report(ticket, lost, on_loss)
-
-    # Requests
-
-    def _enqueue(self, session: Session, layer: int, clock: int, gradients: Gradients) -> None:
-        if session is self.state.session:  # gradients of an earlier session do not count in this one
-            self.pushes.enqueue(session, layer, clock, gradients)
-
-    def _pull_all(self, session: Session, clock: int) -> None:
-        if session is not self.state.session:
-            return
-        if self._buffers:
-            self._send(Message(MessageKind.BUFFERS, session.number))
-        for layer, part in session.layout.places():
-            self._send(Message(MessageKind.PULL, session.number, layer, part, clock, 1))
-
-    def _report(self, figures: dict[str, Any]) -> None:
-        if self.state.session is not None and self.state.stopped is None:
-            plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
-            self._send(with_json(MessageKind.HEARTBEAT, self.state.session.number, **plain))
 
     def _flush(self) -> None:
         session = self.state.session if self.state.stopped is None else None
@@ -446,8 +418,10 @@ class Client:
             self._on_ack(session, message)
         elif message.kind in (MessageKind.DELTA, MessageKind.FULL):
             self._on_reply(session, message)
+        elif message.kind is MessageKind.BUFFERS and len(message.body):
+            self._buffers.update(message.body)
         elif message.kind is MessageKind.BUFFERS:
-            self._on_buffers(session, message)
+            self._send(Message(MessageKind.BUFFERS, session.number, body=self._buffers.body()))
 
     def _on_welcome(self, message: Message) -> None:
         session = Session(message.session, message.json, self._model)
@@ -480,9 +454,3 @@ class Client:
         full, lossy = message.kind is MessageKind.FULL, self.server.connection.piece_bytes is not None
         self._unreported += self.parameters.update(session.layout, layer, part, message.body, full=full, lossy=lossy)
         self.state.arrive(session, message, self.timings)
-
-    def _on_buffers(self, session: Session, message: Message) -> None:
-        if len(message.body):
-            self._buffers.update(message.body)
-        else:
-            self._send(Message(MessageKind.BUFFERS, session.number, body=self._buffers.body()))

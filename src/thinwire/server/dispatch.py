@@ -6,13 +6,14 @@ Messages are checked before they are used. The server refuses an invalid message
 import logging
 import time
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import FrameError, MessageError
-from thinwire.server.aggregate import Aggregator, Clock
-from thinwire.server.layout import Buffers, Layout
-from thinwire.server.membership import Member, Membership, SendQueue
+from thinwire.server.aggregate import Aggregator
+from thinwire.server.layout import Buffers
+from thinwire.server.membership import Member, Membership
 from thinwire.server.protocol import STALENESS, Message, MessageKind, parse
 from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas
 from thinwire.server.schedule import Request
@@ -28,9 +29,10 @@ _ASSUMED_BYTES = 1 << 18
 class PullHandler:
     """Answers the pulls of all members, each when its part is fresh enough and fits in the member's window."""
 
-    def __init__(self, layout: Layout, clock: Clock, replicas: Replicas, send_queue: SendQueue) -> None:
-        self._layout, self._clock, self._replicas, self._send_queue = layout, clock, replicas, send_queue
-        self._places = list(layout.places())
+    def __init__(self, replicas: Replicas, membership: Membership) -> None:
+        self._replicas, self._membership = replicas, membership
+        self._layout, self._clock = replicas.layout, membership.clock
+        self._places = list(self._layout.places())
         self._sizes: dict[tuple[int, int], int] = {}
 
     def pull(self, member: Member, number: int, clock: int, *, full: bool) -> None:
@@ -75,7 +77,7 @@ class PullHandler:
                 reply = self._replicas.reply(member.session, layer, part, full=full)
             except MessageError as error:  # the message being handled may be another member's, which is not at fault
                 log.warning("the server cannot answer a pull of %s: %s", member.label, error)
-                self._send_queue.unreachable.append(member)
+                self._membership.unreachable.append(member)
                 return
             if reply.full == (not self._replicas.deltas):
                 self._sizes[layer, part] = reply.size
@@ -89,10 +91,10 @@ class PullHandler:
             kind = MessageKind.FULL if reply.full else MessageKind.DELTA
             message = Message(kind, member.session, layer, part, request.clock, version, reply.body)
             if isinstance(self._replicas, LossyReplicas) and not reply.full:
-                ticket = self._send_queue.send_shards(member, message, reply.shards)
+                ticket = self._membership.send(member, message, reply.shards)
                 self._replicas.sent(member.session, layer, part, member.peer, ticket)
             else:
-                self._send_queue.send(member, message)
+                self._membership.send(member, message)
 
 
 class MessageDispatcher:
@@ -104,31 +106,20 @@ class MessageDispatcher:
 
     def __init__(
         self,
-        layout: Layout,
-        clock: Clock,
         aggregator: Aggregator,
         replicas: Replicas,
         buffers: Buffers,
         membership: Membership,
-        send_queue: SendQueue,
         *,
         staleness: bool,
         on_figures: OnFigures,
         on_advance: Callable[[], None],
     ) -> None:
-        self._layout, self._clock, self._aggregator, self._replicas = layout, clock, aggregator, replicas
-        self._buffers, self._membership, self._send_queue = buffers, membership, send_queue
+        self._aggregator, self._replicas, self._buffers, self._membership = aggregator, replicas, buffers, membership
         self._staleness, self._on_figures, self._on_advance = staleness, on_figures, on_advance
-        self._pulls = PullHandler(layout, clock, replicas, send_queue)
-        self._places = list(layout.places())
-        self._handlers: dict[MessageKind, Callable[[Member, Message], None]] = {
-            MessageKind.PUSH: self._on_push,
-            MessageKind.PULL: self._on_pull,
-            MessageKind.RECEIVED: lambda member, message: self._pulls.received(member, message.number),
-            MessageKind.HEARTBEAT: self._on_heartbeat,
-            MessageKind.BUFFERS: self._on_buffers,
-            MessageKind.LEAVE: self._on_leave,
-        }
+        self._layout, self._clock, membership.on_leave = replicas.layout, membership.clock, self._member_left
+        self._pulls = PullHandler(replicas, membership)
+        self._places = list(self._layout.places())
 
     def handle(self, peer: Peer, parts: Parts) -> None:
         """Do what a message asks for, or refuse it."""
@@ -145,18 +136,17 @@ class MessageDispatcher:
             else:
                 self._membership.ask_to_rejoin(peer, message.session, "the server does not know this session")
         except (MessageError, FrameError) as error:
-            self._refuse(peer, member or self._membership.by_peer(peer), error)
+            self._membership.refuse(peer, member or self._membership.by_peer(peer), error)
 
     def handle_report(self, peer: Peer, ticket: int, lost: frozenset[int]) -> None:
         """Handle the transport's report on a delta in shards, which takes the place of a RECEIVED message."""
-        settled = self._replicas.settle(peer, ticket, lost)
-        member = None if settled is None else self._membership.find(peer, settled[0])
-        if settled is None or member is None:
-            return
-        try:
-            self._pulls.received(member, settled[1])
-        except (MessageError, FrameError) as error:
-            self._refuse(peer, member, error)
+        session, size = self._replicas.settle(peer, ticket, lost) or (0, 0)
+        member = self._membership.find(peer, session)
+        if member is not None:
+            try:
+                self._pulls.received(member, size)
+            except (MessageError, FrameError) as error:
+                self._membership.refuse(peer, member, error)
 
     def handle_gap(self, peer: Peer) -> None:
         """Restart a member's session: with a connection the transport may have lost a report, which nothing repeats."""
@@ -164,7 +154,7 @@ class MessageDispatcher:
         if member is not None:
             self._restart_session(member)
 
-    def member_left(self, member: Member) -> None:
+    def _member_left(self, member: Member) -> None:
         """Forget a member that has left, and apply the steps that are complete without it."""
         self._replicas.forget(member.session)
         for number in range(len(self._places)):
@@ -178,22 +168,28 @@ class MessageDispatcher:
         self._membership.evict(member, "messages between it and the server were lost")
         self._membership.ask_to_rejoin(member.peer, member.session, "messages were lost on the way")
 
-    def _refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
-        self._send_queue.refuse(peer, member, error)
-        if member is not None:
-            self._membership.leave(member)
-        else:
-            self._send_queue.listener.forget(peer)
-
     def _handle_member(self, member: Member, message: Message, size: int) -> None:
         if not member.counter.follows(message):
             self._restart_session(member)
             return
         member.received += size
-        handler = self._handlers.get(message.kind)
-        if handler is None:
+        if message.kind is MessageKind.PUSH:
+            self._on_push(member, message)
+        elif message.kind is MessageKind.PULL:
+            self._pulls.pull(member, self._number(message), message.clock, full=bool(message.number))
+        elif message.kind is MessageKind.RECEIVED:
+            self._pulls.received(member, message.number)
+        elif message.kind is MessageKind.HEARTBEAT:
+            self._on_heartbeat(member, message)
+        elif message.kind is MessageKind.BUFFERS and len(message.body):
+            self._buffers.update(message.body)
+        elif message.kind is MessageKind.BUFFERS:
+            self._membership.send(member, Message(MessageKind.BUFFERS, member.session, body=self._buffers.body()))
+        elif message.kind is MessageKind.LEAVE:
+            log.info("%s leaves", member.label)
+            self._membership.leave(member)
+        else:
             raise MessageError(f"a worker does not send {message.kind.name} messages")
-        handler(member, message)
 
     def _number(self, message: Message) -> int:
         number = self._layout.numbers.get((message.layer, message.part))
@@ -206,7 +202,7 @@ class MessageDispatcher:
         number = self._number(message)
         numels, size = self._layout.numels(layer, part), len(message.body)
         frame: FrameReader | ReceivedShards
-        if self._send_queue.listener.piece_bytes is None:
+        if self._membership.listener.piece_bytes is None:
             frame = FrameReader(Frame.from_bytes(memoryview(message.body)), numels)
         else:
             frame = ReceivedShards(message.body, numels)
@@ -215,7 +211,7 @@ class MessageDispatcher:
         if fresh:
             self._aggregator.keep(member.slot, number, clock, frame)
         staleness = self._lowest_steps() if self._staleness else b""
-        self._send_queue.send(member, Message(MessageKind.ACK, member.session, layer, part, clock, size, staleness))
+        self._membership.send(member, Message(MessageKind.ACK, member.session, layer, part, clock, size, staleness))
         if fresh:
             self._apply(member, number, clock)
 
@@ -225,7 +221,7 @@ class MessageDispatcher:
             member.steps.append(time.monotonic())
             member.blocking_since = None  # it makes progress, even if it is slower than the others
         if self._clock.bound is None:
-            self._aggregator.apply_one(member.slot, number, clock, len(self._membership.active))
+            self._aggregator.apply(number, clock, len(self._membership.active))
             self._replicas.changed(*self._places[number])
             self._clock.settle(number)
             self._on_advance()
@@ -234,13 +230,12 @@ class MessageDispatcher:
 
     def _complete(self, number: int) -> None:
         """Apply the complete steps of a part, and answer the pulls that waited for them."""
-        moved = False
+        before = self._clock.lowest[number]
         while self._clock.complete(number):
             self._aggregator.apply(number, self._clock.lowest[number])
             self._clock.advance(number)
             self._replicas.changed(*self._places[number])
-            moved = True
-        if moved:
+        if self._clock.lowest[number] > before:
             ready = range(len(self._places)) if self._clock.phased else [number]
             for member in self._membership.active.values():
                 for each in ready:
@@ -249,14 +244,10 @@ class MessageDispatcher:
 
     def _lowest_steps(self) -> bytes:
         """Return for each layer the lowest step and how many workers are still at it, as an ACK carries them."""
-        lowest: dict[int, int] = {}  # the part of each layer that is furthest behind
-        for number, (layer, _) in enumerate(self._places):
-            if layer not in lowest or self._clock.lowest[number] < self._clock.lowest[lowest[layer]]:
-                lowest[layer] = number
-        return b"".join(STALENESS.pack(self._clock.lowest[i], self._clock.holders(i)) for i in lowest.values())
-
-    def _on_pull(self, member: Member, message: Message) -> None:
-        self._pulls.pull(member, self._number(message), message.clock, full=bool(message.number))
+        steps = self._clock.lowest
+        layers = groupby(range(len(self._places)), key=lambda number: self._places[number][0])
+        behind = (min(numbers, key=steps.__getitem__) for _, numbers in layers)  # each layer's part that is last
+        return b"".join(STALENESS.pack(steps[number], self._clock.holders(number)) for number in behind)
 
     def _on_heartbeat(self, member: Member, message: Message) -> None:
         if len(message.body):
@@ -265,14 +256,4 @@ class MessageDispatcher:
                 self._on_figures(member, member.figures)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 raise MessageError(f"a worker's figures are invalid: {error}") from error
-        self._send_queue.send(member, Message(MessageKind.HEARTBEAT, member.session))
-
-    def _on_buffers(self, member: Member, message: Message) -> None:
-        if len(message.body):
-            self._buffers.update(message.body)
-        else:
-            self._send_queue.send(member, Message(MessageKind.BUFFERS, member.session, body=self._buffers.body()))
-
-    def _on_leave(self, member: Member, message: Message) -> None:
-        log.info("%s leaves", member.label)
-        self._membership.leave(member)
+        self._membership.send(member, Message(MessageKind.HEARTBEAT, member.session))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ MOST_ELEMENTS = (LARGEST - 1024) // 4
 # Modules behind a layer are joined to it up to this share of the model, and up to this number of elements.
 _SMALL_SHARE, _SMALL_NUMEL = 1 / 64, 1 << 16
 
-Shapes = list[tuple[str, tuple[int, ...]]]
+Shapes = list[list[Any]]  # names and shapes, as JSON has them
 NamedTensors = list[tuple[str, Tensor]]
 
 
@@ -90,9 +91,9 @@ class Layout:
             Layer(modules, tuple(name for name, _ in tensors), tuple(_parts(tensors, cut)))
             for modules, tensors in _joined(owned)
         )
-        largest = max((layer for layer in layers), key=lambda layer: max(map(_elements, layer.parts)))
-        if max(map(_elements, largest.parts)) > MOST_ELEMENTS:
-            raise ValueError(f"the layer {largest.name} is too large for a message: cut it in smaller parts")
+        for layer in layers:
+            if max(sum(map(len, part)) for part in layer.parts) > MOST_ELEMENTS:
+                raise ValueError(f"the layer {layer.name} is too large for a message: cut it in smaller parts")
         return cls(layers, cut)
 
     def places(self) -> Iterator[tuple[int, int]]:
@@ -111,20 +112,16 @@ class Layout:
 
 def difference(ours: Shapes, theirs: Shapes, what: str) -> str | None:
     """Return in words how a worker's model differs from the server's, or None if it does not."""
-    mine, others = dict(ours), dict(theirs)
+    mine, others = {name: shape for name, shape in ours}, {name: shape for name, shape in theirs}
     for name, shape in mine.items():
         if name not in others:
             return f"the server's model has a {what} {name} that the worker's lacks"
         if others[name] != shape:
-            return f"{name} has the shape {list(shape)} on the server and {list(others[name])} on the worker"
+            return f"{name} has the shape {shape} on the server and {others[name]} on the worker"
     extra = next((name for name in others if name not in mine), None)
     if extra is not None:
         return f"the worker's model has a {what} {extra} that the server's lacks"
     return None if list(mine) == list(others) else f"server and worker order their {what}s differently"
-
-
-def _elements(part: tuple[Piece, ...]) -> int:
-    return sum(map(len, part))
 
 
 def _joined(owned: dict[str, NamedTensors]) -> list[tuple[tuple[str, ...], NamedTensors]]:
@@ -153,8 +150,7 @@ def _parts(tensors: NamedTensors, cut: int) -> Iterator[tuple[Piece, ...]]:
             waiting = []
         if cut and n > cut:
             pieces = -(-n // cut)
-            bounds = [n * i // pieces for i in range(pieces + 1)]
-            for begin, end in pairwise(bounds):
+            for begin, end in pairwise(n * i // pieces for i in range(pieces + 1)):
                 yield (Piece(name, begin, end),)
         else:
             waiting.append(Piece(name, 0, n))
@@ -181,7 +177,8 @@ def cut_for(optimizer: torch.optim.Optimizer, codec: Codec | None, wanted: int |
 
     0 means that the optimizer needs whole parameters.
     """
-    if not _cuts(optimizer):
+    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ELEMENTWISE
+    if not known or optimizer.state:  # existing state belongs to whole parameters
         return 0
     if wanted is not None:
         return wanted
@@ -190,12 +187,6 @@ def cut_for(optimizer: torch.optim.Optimizer, codec: Codec | None, wanted: int |
     n = 1 << 20
     bytes_each = codec.frame_bound([n], codec.expected_counts([n])) / n
     return min(MOST_ELEMENTS // 4, max(1 << 15, int(PART_BYTES / bytes_each)))
-
-
-def _cuts(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this optimizer can update parameters in parts."""
-    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ELEMENTWISE
-    return known and not optimizer.state  # existing state belongs to whole parameters
 
 
 class Buffers:
@@ -213,7 +204,7 @@ class Buffers:
     @property
     def shapes(self) -> Shapes:
         """Names and shapes."""
-        return [(name, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+        return [[name, list(tensor.shape)] for name, tensor in self._tensors.items()]
 
     @property
     def size(self) -> int:
@@ -247,12 +238,12 @@ def _wire_type(tensor: Tensor) -> torch.dtype:
 
 def frozen_digests(model: nn.Module) -> dict[str, str]:
     """Return the type and a digest of the values of every frozen parameter."""
-    return {name: _digest(p) for name, p in model.named_parameters() if not p.requires_grad}
-
-
-def _digest(tensor: Tensor) -> str:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return f"{tensor.dtype} {hashlib.sha256(raw).hexdigest()[:32]}"
+    digests = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            raw = p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            digests[name] = f"{p.dtype} {hashlib.sha256(raw).hexdigest()[:32]}"
+    return digests
 
 
 def frozen_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
@@ -260,7 +251,7 @@ def frozen_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | Non
 
     Values of different types are not compared.
     """
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
+    for name in ours | theirs:
         if name not in ours or name not in theirs:
             return f"{name} is frozen on one side only"
         mine, other = ours[name].split(" "), theirs[name].split(" ")

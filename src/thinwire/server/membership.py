@@ -9,26 +9,18 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Clock
-from thinwire.server.protocol import (
-    MOST_WORKERS,
-    Applicant,
-    Counter,
-    HelloCheck,
-    Message,
-    MessageKind,
-    parse,
-    with_json,
-)
+from thinwire.server.protocol import MOST_WORKERS, Applicant, Counter, Message, MessageKind, parse, with_json
 from thinwire.server.schedule import Pool, Staleness
 from thinwire.transport.base import Buffer, Listener, Peer
 
 log = logging.getLogger("thinwire.server")
 
+CheckHello = Callable[[Message], Applicant]
 # How many departed workers' accepted steps are remembered, so that a returning one restores only what was lost; and
 # how many integers that may take.
 _REMEMBERED, _REMEMBERED_INTEGERS = 1024, 1 << 20
@@ -47,7 +39,6 @@ class Member:
     slot: int
     token: str
     name: str
-    first: int
     pool: Pool
     heard: float  # when its last message arrived (time.monotonic)
     since: float  # when it joined
@@ -79,89 +70,34 @@ class Member:
         return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 and steps[-1] > steps[0] else 0.0
 
 
-@dataclass(frozen=True)
-class SessionTerms:
-    """What the WELCOME message tells every worker."""
-
-    bound: int | None
-    policy: str
-    window: int
-    cut: int
-    timeout: float
-    tell: dict[str, Any]
-
-
-class SendQueue:
-    """Sends the server's messages. `listener` is set when the server runs."""
-
-    listener: Listener
-
-    def __init__(self) -> None:
-        self.unreachable: list[Member] = []  # a message to them could not be sent
-        self._refused: dict[Peer, None] = {}  # recently
-
-    def send_outside(self, peer: Peer, message: Message) -> None:
-        """Send a message that belongs to no session, and so is not numbered."""
-        self.listener.send(peer, message.parts())
-
-    def send(self, member: Member, message: Message) -> None:
-        """Send a message in a member's session; if that fails, the member is noted as unreachable."""
-        parts = message.parts(member.counter.next(message.kind))
-        member.sent += sum(map(len, parts))
-        if not self.listener.send(member.peer, parts):
-            self.unreachable.append(member)
-
-    def send_shards(self, member: Member, message: Message, shards: Sequence[Buffer]) -> int | None:
-        """Send a body in shards, any of which may be lost; return the transport's ticket."""
-        head = bytes(message.parts(member.counter.next(message.kind))[0])
-        member.sent += len(head) + sum(map(len, shards))
-        return self.listener.send_pieces(member.peer, head, shards)
-
-    def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
-        """Tell a peer what is wrong with its message. Log it once per peer, so that nobody can fill the log."""
-        short = " ".join(str(error).split())[:300]
-        if peer not in self._refused:
-            self._refused[peer] = None
-            while len(self._refused) > MOST_WORKERS:
-                self._refused.pop(next(iter(self._refused)))
-            sender = "an unknown peer" if member is None else member.label
-            log.warning("the server refuses a message of %s: %s", sender, short)
-        session = member.session if member is not None else 0
-        self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
-
-
 class Membership:
     """All workers: those in the training by session, those that wait for its start, and what is known of the rest.
 
+    `listener` and `on_leave` are set when the server runs.
+
+    check: returns the worker that sent a HELLO message, or raises MessageError. layers: their number.
+    terms: what the WELCOME message tells every worker.
     expect: training begins when so many workers have said HELLO.
     on_leave: called with every member that has left or was evicted.
     """
 
+    listener: Listener
+    on_leave: Callable[[Member], None]
+
     def __init__(
-        self,
-        check: HelloCheck,
-        terms: SessionTerms,
-        clock: Clock,
-        layers: int,
-        send_queue: SendQueue,
-        *,
-        expect: int,
-        stall: float,
-        accepted_steps: dict[str, list[int]],
-        on_leave: Callable[[Member], None],
+        self, check: CheckHello, terms: dict[str, Any], clock: Clock, layers: int, *, expect: int, stall: float
     ) -> None:
-        self.check, self._terms, self._clock, self._layers = check, terms, clock, layers
-        self._send_queue, self._expect, self._on_leave = send_queue, expect, on_leave
-        self._timeout, self._stall = terms.timeout, stall
+        self._check, self._terms, self.clock, self._layers = check, terms, clock, layers
+        self._expect, self._timeout, self._stall = expect, terms["timeout"], stall
+        self.unreachable: list[Member] = []  # a message to them could not be sent
         self.active: dict[int, Member] = {}
         self.waiting: dict[str, tuple[Peer, Applicant, float]] = {}  # by token, with the time of the last HELLO
-        self.accepted_steps = accepted_steps  # of workers that have left, by token
+        self.accepted_steps: dict[str, list[int]] = {}  # of workers that have left, by token
         self.joined = self.left = 0
-        self.left_at = time.monotonic()  # the last one
         self._last_session = secrets.randbits(30)  # random, so that a restarted server does not reuse a number
-        self._checked = time.monotonic()
+        self._refused: dict[Peer, None] = {}  # recently
         self.started = False
-        self.started_at = time.monotonic()
+        self.left_at = self._checked = self.started_at = time.monotonic()
 
     def find(self, peer: Peer, session: int) -> Member | None:
         """Return the member with this session, if it sends from this peer."""
@@ -172,16 +108,33 @@ class Membership:
         """Return the member that sends from this peer."""
         return next((member for member in self.active.values() if member.peer == peer), None)
 
+    def send_outside(self, peer: Peer, message: Message) -> None:
+        """Send a message that belongs to no session, and so is not numbered."""
+        self.listener.send(peer, message.parts())
+
+    def send(self, member: Member, message: Message, shards: Sequence[Buffer] | None = None) -> int | None:
+        """Send a message in a member's session; if that fails, the member is noted as unreachable.
+
+        shards: its body, any of which may be lost; return the transport's ticket for them.
+        """
+        parts = message.parts(member.counter.next(message.kind))
+        member.sent += sum(map(len, [*parts, *(shards or ())]))
+        if shards is not None:
+            return self.listener.send_pieces(member.peer, bytes(parts[0]), shards)
+        if not self.listener.send(member.peer, parts):
+            self.unreachable.append(member)
+        return None
+
     # Joining
 
     def hello(self, peer: Peer, message: Message) -> None:
         """Admit the sender of a HELLO message, or let it wait for the start of the training."""
-        applicant = self.check.applicant(message)
+        applicant = self._check(message)
         before = next((member for member in self.active.values() if member.token == applicant.token), None)
-        if before is not None and before.peer == peer and not before.received and before.welcome is not None:
-            self._send_queue.send_outside(peer, before.welcome)  # its HELLO was repeated before it was answered
-            return
         if before is not None:
+            if before.peer == peer and not before.received and before.welcome is not None:
+                self.send_outside(peer, before.welcome)  # its HELLO was repeated before it was answered
+                return
             self.leave(before, keep_connection=before.peer == peer)
         if len(self.active) + len(self.waiting) >= MOST_WORKERS:
             raise MessageError(f"the server has {MOST_WORKERS} workers already")
@@ -189,7 +142,7 @@ class Membership:
             self._admit(peer, applicant)
             return
         self.waiting[applicant.token] = peer, applicant, time.monotonic()
-        self._send_queue.send_outside(peer, Message(MessageKind.HEARTBEAT))  # shows the worker that the server is alive
+        self.send_outside(peer, Message(MessageKind.HEARTBEAT))  # shows the worker that the server is alive
         if len(self.waiting) >= self._expect:
             self._start()
 
@@ -212,17 +165,17 @@ class Membership:
     def _admit(self, peer: Peer, applicant: Applicant) -> None:
         self._last_session += 1
         session, token = self._last_session, applicant.token
-        first, slot = self._clock.join(session), self._free_slot(applicant.slot)
-        pool = Pool(self._terms.policy, Staleness.at_start(self._layers, 1), self._terms.window)
+        first, slot = self.clock.join(session), self._free_slot(applicant.slot)
+        pool = Pool(self._terms["policy"], Staleness.at_start(self._layers, 1), self._terms["window"])
         now = time.monotonic()
-        member = Member(peer, session, slot, token, applicant.name, first, pool, now, now)
+        member = Member(peer, session, slot, token, applicant.name, pool, now, now)
         member.accepted_steps = self.accepted_steps.pop(token, None)
         self.active[session] = member
         self.joined += 1
         log.info("%s joins at step %d", member.label, first)
         own = {"slot": slot, "first": first, "accepted_steps": member.accepted_steps}
-        member.welcome = with_json(MessageKind.WELCOME, session, **own, **asdict(self._terms))
-        self._send_queue.send(member, member.welcome)
+        member.welcome = with_json(MessageKind.WELCOME, session, **own, **self._terms)
+        self.send(member, member.welcome)
 
     def _free_slot(self, wanted: int | None) -> int:
         """Return the slot that a worker asks for if it is free, or else the lowest free one."""
@@ -245,7 +198,7 @@ class Membership:
         if now - self._checked < min(0.25, self._timeout / 8):
             return
         self._checked = now
-        blocking, evicted = self._clock.blocking(), []
+        blocking, evicted = self.clock.blocking(), []
         for member in self.active.values():
             if member.session != blocking:
                 member.blocking_since = None
@@ -262,9 +215,8 @@ class Membership:
 
     def evict_unreachable(self) -> None:
         """Evict members to which a message could not be sent."""
-        unreachable = self._send_queue.unreachable
-        while unreachable:  # an eviction lets the server send to others, which may be unreachable too
-            member = unreachable.pop()
+        while self.unreachable:  # an eviction lets the server send to others, which may be unreachable too
+            member = self.unreachable.pop()
             if member.session in self.active:
                 self.evict(member, "it cannot be reached")
 
@@ -276,37 +228,48 @@ class Membership:
     def leave(self, member: Member, keep_connection: bool = False) -> None:
         """Remove a member: no step waits for it any more. Its accepted pushes stay accepted."""
         self.active.pop(member.session, None)
-        self._remember(member, self._clock.workers[member.session].due)
+        due = self.clock.leave(member.session)
+        known = member.known_steps(due)
+        self.accepted_steps.pop(member.token, None)
+        if known is not None:
+            self.accepted_steps[member.token] = known
+        while len(self.accepted_steps) > max(16, min(_REMEMBERED, _REMEMBERED_INTEGERS // len(due))):
+            self.accepted_steps.pop(next(iter(self.accepted_steps)))  # the oldest
         self.left += 1
         self.left_at = time.monotonic()
-        self._clock.leave(member.session)
         if not keep_connection:
-            self._send_queue.listener.forget(member.peer)
-        self._on_leave(member)
+            self.listener.forget(member.peer)
+        self.on_leave(member)
+
+    def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
+        """Tell a peer what is wrong with its message, and end its session."""
+        short = " ".join(str(error).split())[:300]
+        if peer not in self._refused:  # logged once per peer, so that nobody can fill the log
+            self._refused[peer] = None
+            while len(self._refused) > MOST_WORKERS:
+                self._refused.pop(next(iter(self._refused)))
+            sender = "an unknown peer" if member is None else member.label
+            log.warning("the server refuses a message of %s: %s", sender, short)
+        session = member.session if member is not None else 0
+        self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
+        if member is not None:
+            self.leave(member)
+        else:
+            self.listener.forget(peer)
 
     def ask_to_rejoin(self, peer: Peer, session: int, reason: str) -> None:
         """Tell a peer that its session is unknown or over, so that it sends HELLO again."""
-        self._send_queue.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason))
+        self.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason))
         if self.by_peer(peer) is None:
-            self._send_queue.listener.forget(peer)
+            self.listener.forget(peer)
 
     def all_accepted_steps(self) -> dict[str, list[int]]:
         """Return which pushes are accepted, by token, of members and of workers that have left."""
         found = dict(self.accepted_steps)
         for member in self.active.values():
-            known = member.known_steps(self._clock.workers[member.session].due)
+            known = member.known_steps(self.clock.workers[member.session].due)
             found |= {} if known is None else {member.token: known}
         return found
-
-    def _remember(self, member: Member, due: list[int]) -> None:
-        """Note which pushes of a departed worker are accepted, and forget the oldest such notes if they are many."""
-        known = member.known_steps(due)
-        self.accepted_steps.pop(member.token, None)
-        if known is not None:
-            self.accepted_steps[member.token] = known
-        most = max(16, min(_REMEMBERED, _REMEMBERED_INTEGERS // len(due)))
-        while len(self.accepted_steps) > most:
-            self.accepted_steps.pop(next(iter(self.accepted_steps)))
 
     # The server's own time
 
@@ -322,7 +285,7 @@ class Membership:
 
         Workers that say HELLO meanwhile are told too.
         """
-        send, listener = self._send_queue.send_outside, self._send_queue.listener
+        send, listener = self.send_outside, self.listener
         for member in self.active.values():
             send(member.peer, with_json(MessageKind.STOP, member.session, reason=reason))
         for peer, _, _ in self.waiting.values():

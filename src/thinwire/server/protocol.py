@@ -71,14 +71,7 @@ class MessageKind(IntEnum):
 
 _WITHOUT_BODY = {MessageKind.PULL, MessageKind.RECEIVED, MessageKind.LEAVE}
 # These begin or end a session. They are valid even if messages before them were lost, so they are not numbered.
-UNCOUNTED = {
-    MessageKind.HELLO,
-    MessageKind.WELCOME,
-    MessageKind.REFUSED,
-    MessageKind.REJOIN,
-    MessageKind.STOP,
-    MessageKind.LEAVE,
-}
+UNCOUNTED = {MessageKind[name] for name in ("HELLO", "WELCOME", "REFUSED", "REJOIN", "STOP", "LEAVE")}
 
 
 @dataclass(frozen=True)
@@ -96,9 +89,8 @@ class Message:
 
     def parts(self, count: int = 0) -> list[Buffer]:
         """Return the buffers that a transport sends for this message."""
-        head = _HEADER.pack(
-            _MAGIC, PROTOCOL, self.kind, count, self.session, self.layer, self.part, self.clock, self.number
-        )
+        place = self.session, self.layer, self.part, self.clock, self.number
+        head = _HEADER.pack(_MAGIC, PROTOCOL, self.kind, count, *place)
         return [head, self.body] if len(self.body) else [head]
 
     @property
@@ -192,8 +184,8 @@ def hello_of(model: nn.Module, recipe: str, slot: int | None, name: str | None) 
         "token": secrets.token_hex(8),
         "recipe": recipe,
         "version": thinwire.__version__,
-        "parameters": [[n, list(p.shape)] for n, p in trained(model).items()],
-        "buffers": [[n, list(shape)] for n, shape in Buffers(model).shapes],
+        "parameters": [[name, list(p.shape)] for name, p in trained(model).items()],
+        "buffers": Buffers(model).shapes,
         "frozen": frozen_digests(model),
         "slot": slot,
         "name": name if name is not None else socket.gethostname(),
@@ -204,28 +196,25 @@ class HelloCheck:
     """Checks that a worker's thinwire version, recipe, transport and model are the server's."""
 
     def __init__(self, recipe: str, model: nn.Module) -> None:
-        self._recipe = recipe
+        self._ours = hello_of(model, recipe, None, None)
         self.shards = False  # whether the transport sends messages in shards, any of which may be lost
-        self._parameters: Shapes = [(n, tuple(p.shape)) for n, p in trained(model).items()]
-        self._buffers = Buffers(model).shapes
-        self._frozen = frozen_digests(model)
 
     def applicant(self, message: Message) -> Applicant:
         """Return the worker that sent a HELLO message; MessageError names what differs."""
-        hello = message.json
+        hello, ours = message.json, self._ours
         token, recipe, version = (field(hello, name, str)[:256] for name in ("token", "recipe", "version"))
-        if version != thinwire.__version__:
-            raise MessageError(f"the worker runs thinwire {version}, the server {thinwire.__version__}")
-        if recipe != self._recipe:
-            raise MessageError(f"the worker trains the recipe {recipe!r}, the server {self._recipe!r}")
+        if version != ours["version"]:
+            raise MessageError(f"the worker runs thinwire {version}, the server {ours['version']}")
+        if recipe != ours["recipe"]:
+            raise MessageError(f"the worker trains the recipe {recipe!r}, the server {ours['recipe']!r}")
         if (hello.get("shards") is True) != self.shards:
             raise MessageError("server and worker must use the same --transport, and one of them uses udp")
         if not 8 <= len(token) <= 64:
             raise MessageError("a worker's token has 8 to 64 characters")
         found = (
-            difference(self._parameters, _shapes(hello, "parameters"), "parameter")
-            or difference(self._buffers, _shapes(hello, "buffers"), "buffer")
-            or frozen_difference(self._frozen, {k: str(v) for k, v in field(hello, "frozen", dict).items()})
+            difference(ours["parameters"], _shapes(hello, "parameters"), "parameter")
+            or difference(ours["buffers"], _shapes(hello, "buffers"), "buffer")
+            or frozen_difference(ours["frozen"], {k: str(v) for k, v in field(hello, "frozen", dict).items()})
         )
         if found is not None:
             raise MessageError(f"the models differ: {found}")
@@ -235,12 +224,11 @@ class HelloCheck:
 
 
 def _shapes(values: dict[str, Any], name: str) -> Shapes:
-    found = []
-    for item in field(values, name, list):
+    found: Shapes = field(values, name, list)
+    for item in found:
         label, shape = item if isinstance(item, list) and len(item) == 2 else (None, None)
         if not isinstance(label, str) or not isinstance(shape, list) or not all(isinstance(n, int) for n in shape):
             raise MessageError(f"{name} must be a list of names and shapes")
-        found.append((label, tuple(shape)))
     return found
 
 
@@ -254,7 +242,10 @@ class Session:
         self.number, self.counter = number, Counter()
         self.slot, self.first = field(terms, "slot", int, 0), field(terms, "first", int, 0)
         self.bound: int | None = None if terms.get("bound") is None else field(terms, "bound", int, 0)
-        self.timeout = _seconds(terms)
+        timeout = terms.get("timeout")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+            raise MessageError("timeout must be a number of seconds")
+        self.timeout = float(timeout)
         self.tell: dict[str, Any] = field(terms, "tell", dict)
         try:
             self.layout = Layout.of(model, field(terms, "cut", int, 0))
@@ -263,10 +254,8 @@ class Session:
             raise MessageError(f"the server's terms are invalid: {error}") from error
         self.known = Staleness.at_start(len(self.layout.layers), 1)
         self.pool = Pool(policy, self.known, field(terms, "window", int, 1))
-        self.accepted_steps: list[int] | None = terms.get("accepted_steps")
-        if self.accepted_steps is not None and (
-            not isinstance(self.accepted_steps, list) or not all(type(n) is int for n in self.accepted_steps)
-        ):
+        steps = self.accepted_steps = terms.get("accepted_steps")
+        if steps is not None and (not isinstance(steps, list) or not all(type(n) is int for n in steps)):
             raise MessageError("accepted_steps must be a list of integers")
         # For each part: the step that the parameters here are fresh enough for, and their version.
         self.arrived = [[-1] * len(layer.parts) for layer in self.layout.layers]
@@ -291,13 +280,6 @@ class Session:
             return server_codec(push)
         except ValueError as error:
             raise MessageError(f"the server's terms are invalid: {error}") from error
-
-
-def _seconds(terms: dict[str, Any]) -> float:
-    value = terms.get("timeout")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise MessageError("timeout must be a number of seconds")
-    return float(value)
 
 
 @dataclass(frozen=True)

@@ -87,12 +87,11 @@ class SentShards:
         Without `restore` the entries are dropped.
         """
         gone = [self.shards.pop(index, NON_FINITE) for index in sorted(self.shards if lost is None else lost)]
+        back = ShardReader([shard for shard in gone if restore and shard != NON_FINITE], self.numels)
         mass = 0.0
-        if restore:
-            back = ShardReader([shard for shard in gone if shard != NON_FINITE], self.numels)
-            for tensor, positions, values in back.entries():
-                codec.give_back(self.names[tensor], positions, values)
-                mass += float(values.abs().sum())
+        for tensor, positions, values in back.entries():
+            codec.give_back(self.names[tensor], positions, values)
+            mass += float(values.abs().sum())
         return mass
 
 
@@ -127,38 +126,30 @@ class Replicas:
     """The replicas of all parts at all workers. Without a codec every reply is the parameters in full."""
 
     def __init__(self, layout: Layout, values: PartValues, codec: Codec | None, start: int = 0) -> None:
-        self._layout, self._values = layout, values
+        self.layout, self._values = layout, values
         # The difference between the model and a replica already contains what was not sent: a residual of the codec's
         # own would count it twice.
-        self._codec = codec and Codec(
-            codec.selection,
-            codec.values,
-            NoFeedback(),
-            scope=codec.scope,
-            min_numel=codec.min_numel,
-            kernels=codec.kernels,
-        )
+        self._codec = codec and codec.copy(feedback=NoFeedback())
+        self.deltas = codec is not None  # whether changes are sent, or the parameters in full
         self._versions = dict.fromkeys(layout.places(), start)
         self._at: dict[Place, dict[int, ReplicaVersion]] = {place: {} for place in layout.places()}  # by session
-        self._bodies: dict[Place, tuple[int, Buffer]] = {}
+        self._bodies: dict[Place, Buffer] = {}  # parameters in full, without a codec
         # Buffers are reused: the page faults of new ones for each delta take as long as the delta itself.
         self._difference = torch.empty(0)
         self._spare: dict[Place, list[Tensor]] = {}
 
-    @property
-    def deltas(self) -> bool:
-        """Whether changes are sent, or the parameters in full."""
-        return self._codec is not None
-
     def changed(self, layer: int, part: int) -> None:
         """Note that the server has updated its parameters of a part."""
         self._versions[layer, part] += 1
+        self._bodies.pop((layer, part), None)
 
     def reply(self, session: int, layer: int, part: int, *, full: bool) -> PullReply:
         """Return what brings a worker's part up to date, as far as the codec sends it."""
         version = self._versions[layer, part]
         if self._codec is None:
-            return PullReply(version, True, self._full_body(layer, part))
+            if (layer, part) not in self._bodies:
+                self._bodies[layer, part] = all_bytes(self._values[layer][part])
+            return PullReply(version, True, self._bodies[layer, part])
         replica = self._at[layer, part].get(session)
         if replica is None or full:
             replica = self._shared(layer, part)
@@ -166,9 +157,8 @@ class Replicas:
             return PullReply(replica.version, True, all_bytes(replica.values))
         delta, after = self._advanced(replica, layer, part, alone=replica.followers == 1)
         self._move((layer, part), session, after)
-        if isinstance(delta, list):
-            return PullReply(version, False, b"", delta)
-        return PullReply(version, False, delta)
+        body, shards = (b"", delta) if isinstance(delta, list) else (delta, ())
+        return PullReply(version, False, body, shards)
 
     def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
         """Note which shards of a reply were lost; return its session and bytes. Here replies are not in shards."""
@@ -176,10 +166,8 @@ class Replicas:
 
     def forget(self, session: int) -> None:
         """Drop the replica of a worker that has left."""
-        for place, at in self._at.items():
-            replica = at.pop(session, None)
-            if replica is not None:
-                self._unfollow(place, replica)
+        for place in self._at:
+            self._unfollow(place, session)
 
     def residual(self, session: int, layer: int, part: int) -> list[Tensor]:
         """Return what a worker has not received yet: the server's parameters minus the worker's."""
@@ -205,7 +193,7 @@ class Replicas:
         """
         version = self._versions[layer, part]
         if replica.delta is None or replica.delta[1].version != version or replica.delta[1].gone:
-            names = [piece.name for piece in self._layout.layers[layer].parts[part]]
+            names = [piece.name for piece in self.layout.layers[layer].parts[part]]
             missing = self._differences(names, self._values[layer][part], replica.values)
             values = replica.values if alone else self._copied((layer, part), replica.values)
             replica.gone = alone
@@ -218,13 +206,6 @@ class Replicas:
         frame = self._codec.encode(missing, step=version)
         FrameReader(frame, [value.numel() for value in values]).add_to(values)
         body: Buffer = frame.data.numpy().data
-        return body
-
-    def _full_body(self, layer: int, part: int) -> Buffer:
-        version, body = self._bodies.get((layer, part), (-1, b""))
-        if version != self._versions[layer, part]:
-            body = all_bytes(self._values[layer][part])
-            self._bodies[layer, part] = self._versions[layer, part], body
         return body
 
     def _differences(self, names: list[str], ours: Sequence[Tensor], theirs: list[Tensor]) -> dict[str, Tensor]:
@@ -248,27 +229,19 @@ class Replicas:
 
     def _move(self, place: Place, session: int, replica: ReplicaVersion) -> None:
         replica.followers += 1
-        before = self._at[place].get(session)
-        if before is not None:
-            self._unfollow(place, before)
+        self._unfollow(place, session)
         self._at[place][session] = replica
 
-    def _unfollow(self, place: Place, replica: ReplicaVersion) -> None:
+    def _unfollow(self, place: Place, session: int) -> None:
         """Count one follower less. Without any, free the delta, which refers to later versions, and the values."""
+        replica = self._at[place].pop(session, None)
+        if replica is None:
+            return
         replica.followers -= 1
         if not replica.followers:
             replica.delta = None
             if not replica.gone:
                 replica.gone, self._spare[place] = True, replica.values
-
-
-@dataclass
-class _DeltaInFlight:
-    """A delta in shards that was sent to one worker and is not reported yet."""
-
-    session: int
-    place: Place
-    shards: list[Buffer]
 
 
 class LossyReplicas(Replicas):
@@ -277,9 +250,10 @@ class LossyReplicas(Replicas):
     def __init__(self, layout: Layout, values: PartValues, codec: Codec | None, start: int = 0, *, budget: int) -> None:
         super().__init__(layout, values, codec, start)
         self._budget = budget
-        self._in_flight: dict[tuple[int, Place], _DeltaInFlight] = {}
-        self._tickets: dict[tuple[Peer, int], _DeltaInFlight] = {}
+        # By session and place: the shards of a delta that is not reported yet, and the entries that were lost.
+        self._in_flight: dict[tuple[int, Place], list[Buffer]] = {}
         self._lost: dict[tuple[int, Place], LostEntries] = {}
+        self._tickets: dict[tuple[Peer, int], tuple[int, Place, list[Buffer]]] = {}
 
     def reply(self, session: int, layer: int, part: int, *, full: bool) -> PullReply:
         """As of `Replicas`, with a delta as shards; the caller must call `sent` for a delta."""
@@ -296,27 +270,31 @@ class LossyReplicas(Replicas):
         lost, shards = self._lost.pop((session, place), {}), list(made.shards)
         if lost:
             shards += encode_exact(self._at[place][session].values, lost, self._budget)
-        self._in_flight[session, place] = _DeltaInFlight(session, place, shards)
+        self._in_flight[session, place] = shards
         return PullReply(made.version, False, b"", shards)
 
     def sent(self, session: int, layer: int, part: int, peer: Peer, ticket: int | None) -> None:
         """Note the transport's ticket of the last delta; None if all of it will arrive."""
+        place = layer, part
         if ticket is None:
-            del self._in_flight[session, (layer, part)]
+            del self._in_flight[session, place]
         else:
-            self._tickets[peer, ticket] = self._in_flight[session, (layer, part)]
+            self._tickets[peer, ticket] = session, place, self._in_flight[session, place]
 
     def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
         """Note which shards of a delta were lost: the next delta repeats them. Return its session and bytes."""
-        delta = self._tickets.pop((peer, ticket), None)
-        if delta is None:
+        if (peer, ticket) not in self._tickets:
             return None
-        key = delta.session, delta.place
-        if self._in_flight.get(key) is delta:
-            del self._in_flight[key]
+        session, place, shards = self._tickets.pop((peer, ticket))
+        if self._in_flight.get((session, place)) is shards:
+            del self._in_flight[session, place]
             if lost:
-                self._lost[key] = self._positions(delta, lost)
-        return delta.session, sum(map(len, delta.shards))
+                gone = [shards[index] for index in lost if index < len(shards)]
+                found: dict[int, list[Tensor]] = {}
+                for tensor, positions, _ in ShardReader(gone, self.layout.numels(*place), exact=True).entries():
+                    found.setdefault(tensor, []).append(positions)
+                self._lost[session, place] = {n: torch.cat(found[n]).unique() for n in sorted(found)}
+        return session, sum(map(len, shards))
 
     def lost_entries(self, session: int, layer: int, part: int) -> LostEntries:
         """Return the entries of a part in which a worker differs from its replica, until its next delta."""
@@ -327,17 +305,8 @@ class LossyReplicas(Replicas):
         for place in self._at:
             self._lost.pop((session, place), None)
             self._in_flight.pop((session, place), None)
-        for key in [key for key, delta in self._tickets.items() if delta.session == session]:
-            del self._tickets[key]
+        self._tickets = {key: delta for key, delta in self._tickets.items() if delta[0] != session}
         super().forget(session)
-
-    def _positions(self, delta: _DeltaInFlight, lost: frozenset[int]) -> LostEntries:
-        numels = self._layout.numels(*delta.place)
-        found: dict[int, list[Tensor]] = {}
-        shards = [delta.shards[index] for index in lost if index < len(delta.shards)]
-        for tensor, positions, _ in ShardReader(shards, numels, exact=True).entries():
-            found.setdefault(tensor, []).append(positions)
-        return {tensor: torch.cat(found[tensor]).unique() for tensor in sorted(found)}
 
     def _encode(self, missing: dict[str, Tensor], values: list[Tensor], version: int) -> Buffer | list[bytes]:
         assert self._codec is not None

@@ -17,10 +17,10 @@ from torch import nn
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import Selection
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
-from thinwire.server.checkpoint import ServerCheckpoint
+from thinwire.server.checkpoint import load_checkpoint, save_checkpoint
 from thinwire.server.dispatch import MessageDispatcher, OnFigures
 from thinwire.server.layout import Buffers, Layout, cut_for
-from thinwire.server.membership import Member, Membership, SendQueue, SessionTerms
+from thinwire.server.membership import Member, Membership
 from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, server_codec
 from thinwire.server.replicas import LossyReplicas, Replicas, check_on_loss
 from thinwire.server.schedule import check_policy
@@ -97,29 +97,24 @@ class Server:
         self.layout = Layout.of(model, cut_for(optimizer, self.codec, cut))
         self.bound = {"bsp": 0, "ssp": bound, "async": None}[mode]
         self.timeout, self._save_every = timeout, save_every
-        self._buffers, self._send_queue = Buffers(model), SendQueue()
-        self._checkpoint = ServerCheckpoint(Path(checkpoint)) if checkpoint is not None else None
+        self._buffers = Buffers(model)
+        self._folder = Path(checkpoint) if checkpoint is not None else None
         self._aggregator = Aggregator(model, optimizer, self.layout, reduce)
         state: dict[str, Any] = {"step": 0, "accepted_steps": {}, "extra": {}}
-        if self._checkpoint is not None:
-            state = self._checkpoint.load(model, optimizer, self.layout.cut) or state
+        if self._folder is not None:
+            state = load_checkpoint(self._folder, model, optimizer, self.layout.cut) or state
         self._last_step = self._resumed_at = int(state["step"])
         if self._resumed_at:
             log.info("the server resumes at step %d", self._resumed_at)
         self.extra: dict[str, float] = state["extra"]  # figures of the owner that are saved in the checkpoint
         self.clock = Clock(len(self.layout.numbers), self.bound, self._resumed_at, phased=phased)
-        told = {**(tell or {}), "on_loss": check_on_loss(on_loss)}
+        terms: dict[str, Any] = {"tell": {**(tell or {}), "on_loss": check_on_loss(on_loss)}, "timeout": timeout}
+        terms |= {"bound": self.bound, "policy": policy, "window": window, "cut": self.layout.cut}
+        self._check = HelloCheck(recipe, model)
         self.membership = Membership(
-            HelloCheck(recipe, model),
-            SessionTerms(self.bound, policy, window, self.layout.cut, timeout, told),
-            self.clock,
-            len(self.layout.layers),
-            self._send_queue,
-            expect=expect,
-            stall=stall,
-            accepted_steps=state["accepted_steps"],
-            on_leave=lambda member: self._dispatcher.member_left(member),
+            self._check.applicant, terms, self.clock, len(self.layout.layers), expect=expect, stall=stall
         )
+        self.membership.accepted_steps = state["accepted_steps"]
         self._on_step, self._on_figures = on_step, on_figures
         self.stopped: str | None = None
         self.applied_at = time.monotonic()  # when the last step was complete
@@ -157,10 +152,11 @@ class Server:
 
     def save(self) -> bool:
         """Write a checkpoint now; return False if there is no folder for it or it cannot be written."""
-        if self._checkpoint is None:
+        if self._folder is None:
             return False
-        step, accepted = max(self.clock.lowest), self.membership.all_accepted_steps()
-        return self._checkpoint.save(self.model, self.optimizer, self.layout.cut, step, accepted, self.extra)
+        figures = {"step": max(self.clock.lowest), "accepted_steps": self.membership.all_accepted_steps()}
+        figures |= {"cut": self.layout.cut, "extra": self.extra}
+        return save_checkpoint(self._folder, self.model, self.optimizer, figures)
 
     def waiting(self) -> Waiting | None:
         """Return what the server waits for and how long it has, or None if it waits for nothing. Any thread may ask.
@@ -177,11 +173,8 @@ class Server:
         if not members:
             return Waiting("a worker to join, because all have left", now - membership.left_at)
         step = self.clock.step
-        late = [
-            members[session]
-            for session, clock in clocks.items()
-            if session in members and clock.first <= step and clock.reached <= step
-        ]
+        behind = [session for session, clock in clocks.items() if clock.first <= step and clock.reached <= step]
+        late = [members[session] for session in behind if session in members]
         if self.bound is None or not late:
             return None
         named = ", ".join(member.label for member in sorted(late, key=lambda member: member.slot)[:_NAMED])
@@ -190,7 +183,7 @@ class Server:
 
     def listener_figures(self, member: Member) -> dict[str, float]:
         """Return what the transport has measured on the way to a worker."""
-        return self._send_queue.listener.figures(member.peer)
+        return self.membership.listener.figures(member.peer)
 
     @property
     def started(self) -> bool:
@@ -211,21 +204,18 @@ class Server:
 
     def _open(self, listener: Listener) -> None:
         """Make everything that depends on the transport."""
-        self._send_queue.listener = listener
+        self.membership.listener = listener
         values, start = self._aggregator.values, self._resumed_at
         if listener.piece_bytes is None:
             self.replicas = Replicas(self.layout, values, self.codec, start)
         else:
             self.replicas = LossyReplicas(self.layout, values, self.codec, start, budget=listener.piece_bytes)
-            self.membership.check.shards = True
+            self._check.shards = True
         self._dispatcher = MessageDispatcher(
-            self.layout,
-            self.clock,
             self._aggregator,
             self.replicas,
             self._buffers,
             self.membership,
-            self._send_queue,
             staleness=self.policy == "stalest",
             on_figures=self._on_figures,
             on_advance=self._on_advance,
@@ -233,7 +223,7 @@ class Server:
         listener.on_report, listener.on_gap = self._dispatcher.handle_report, self._dispatcher.handle_gap
 
     def _turn(self, timeout: float) -> None:
-        arrived = self._send_queue.listener.poll(timeout)
+        arrived = self.membership.listener.poll(timeout)
         self.membership.evict_silent({peer for peer, _ in arrived})
         if self._resumed_at:  # workers that come back later join then
             self.membership.start_late()
@@ -256,7 +246,7 @@ class Server:
         members = self.membership.active
         if self._buffers and self._last_step // BUFFERS_EVERY > before // BUFFERS_EVERY and members:
             asked = min(members.values(), key=lambda member: member.slot)
-            self._send_queue.send(asked, Message(MessageKind.BUFFERS, asked.session))
+            self.membership.send(asked, Message(MessageKind.BUFFERS, asked.session))
         self.membership.excuse(time.monotonic() - began)
         self._check_end()
 

@@ -37,6 +37,8 @@ class WorkerTimings:
         self.ready: list[Event] = []  # a layer's gradients were computed
         self.pushes: list[Event] = []
         self.acks: list[Event] = []
+        self.last = StepTimes()  # of the step that ended last
+        self.begin()
 
     def sent(self, clock: int, entries: int) -> None:
         """Note that so many entries of a step's gradients were sent."""
@@ -47,8 +49,7 @@ class WorkerTimings:
         """Note that the server has sent some of the parameters for a step."""
         with self._lock:
             self._first_reply.setdefault(clock, time.monotonic())
-            for old in [c for c in self._first_reply if c < clock - 8]:
-                del self._first_reply[old]
+            self._first_reply = {c: when for c, when in self._first_reply.items() if c >= clock - 8}
 
     def note(self, events: list[Event], layer: int, clock: int) -> None:
         """Append to one of the lists of events, if they are kept."""
@@ -60,31 +61,7 @@ class WorkerTimings:
         with self._lock:
             self._staleness.setdefault(clock, {})[layer] = staleness
 
-    def divide(self, clock: int, began: float, ended: float) -> tuple[float, float]:
-        """Divide a wait for the parameters of a step at the server's first reply: (aggregation, synchronisation)."""
-        with self._lock:
-            first = min(max(self._first_reply.get(clock, ended), began), ended)
-        return first - began, ended - first
-
-    def close_step(self, times: StepTimes, clock: int) -> None:
-        """Add how stale the layers were, and what was sent for the step before; this one's may still be on its way."""
-        with self._lock:
-            done = [c for c in self._sent_entries if c < clock]
-            times.sent_entries = self._sent_entries[max(done)] if done else 0
-            for old in done:
-                del self._sent_entries[old]
-            times.staleness = self._staleness.pop(clock, {})
-            for old in [c for c in self._staleness if c < clock - 8]:
-                del self._staleness[old]
-
-
-class Stopwatch:
-    """Times the steps of the worker's thread; `last` is the step that ended last."""
-
-    def __init__(self, timings: WorkerTimings) -> None:
-        self._timings = timings
-        self._times = StepTimes(began=time.monotonic())
-        self.last = StepTimes()
+    # For the worker's thread
 
     def begin(self) -> None:
         """Begin the first step; waits before it belong to no step."""
@@ -94,9 +71,10 @@ class Stopwatch:
     def waited(self, layers: list[int], clock: int, began: float) -> None:
         """Note the end of a wait for these layers' parameters for a step."""
         ended = time.monotonic()
-        aggregate, synchronise = self._timings.divide(clock, began, ended)
-        self._times.aggregate += aggregate
-        self._times.synchronise += synchronise
+        with self._lock:  # the server's first reply divides aggregation from synchronisation
+            first = min(max(self._first_reply.get(clock, ended), began), ended)
+        self._times.aggregate += first - began
+        self._times.synchronise += ended - first
         self._times.ready = ended
         for layer in layers:
             self._times.waits[layer] = self._times.waits.get(layer, 0.0) + (ended - began) / len(layers)
@@ -108,6 +86,11 @@ class Stopwatch:
     def end_step(self, clock: int) -> None:
         """End a step, all of whose gradients have been handed to the client."""
         times = self._times
-        self._timings.close_step(times, clock)
+        with self._lock:
+            done = [c for c in self._sent_entries if c < clock]  # this step's may still be on their way
+            times.sent_entries = self._sent_entries[max(done)] if done else 0
+            self._sent_entries = {c: entries for c, entries in self._sent_entries.items() if c >= clock}
+            times.staleness = self._staleness.pop(clock, {})
+            self._staleness = {c: found for c, found in self._staleness.items() if c >= clock - 8}
         times.compute = max(0.0, times.computed - times.began - times.aggregate - times.synchronise)
         self.last, self._times = times, StepTimes(began=times.computed)

@@ -6,18 +6,18 @@ Gradients are pushed as the backward pass computes them. The next forward pass w
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
 from thinwire.errors import ServerError
-from thinwire.server.client import Client, OnWait
+from thinwire.server.client import Client, OnWait, ServerConnection
 from thinwire.server.layout import trained
-from thinwire.server.protocol import Session, Waiting, server_codec
-from thinwire.server.timings import StepTimes, Stopwatch, WorkerTimings
+from thinwire.server.protocol import Session, Waiting, hello_of, server_codec
+from thinwire.server.timings import StepTimes, WorkerTimings
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
 
@@ -58,9 +58,8 @@ class Worker:
         chosen = None if codec is None else server_codec(codec)
         connection = connect(address, keys=keys) if isinstance(address, str) else address
         try:
-            where = address if isinstance(address, str) else "the server"
-            options: dict[str, Any] = {"recipe": recipe, "slot": slot, "name": name, "on_wait": on_wait}
-            self._client = Client(connection, model, chosen, address=where, **options)
+            server = ServerConnection(connection, address if isinstance(address, str) else "the server")
+            self._client = Client(server, model, chosen, hello_of(model, recipe, slot, name))
         except BaseException:
             connection.close()
             raise
@@ -71,13 +70,13 @@ class Worker:
         self._pushed: set[int] = set()
         self._called: set[str] = set()
         self._called_layers: set[int] = set()
-        self._watch = Stopwatch(self._client.timings)
+        self._client.state.on_wait = on_wait
         self._accumulating = False
-        self._client.start()
+        self._client.thread.start()
         try:
             self._synchronise()
-            self._watch.begin()
-            if self._session is not None:
+            self.timings.begin()
+            if self._session is not None and overlap:
                 self._install()
         except BaseException:
             self.close()
@@ -89,7 +88,7 @@ class Worker:
         """Push the gradients that are not pushed yet, and go on to the next step. After the end it does nothing."""
         if self.stopped is not None or self._session is None:
             return
-        self._watch.computed()
+        self.timings.computed()
         session, layers = self._session, range(len(self._session.layout.layers))
         # A layer that this step does not use was pulled all the same. Its push must not overtake that pull.
         unused = [i for i in layers if i not in self._pushed and i not in self._called_layers]
@@ -98,7 +97,7 @@ class Worker:
         for layer in layers:
             if layer not in self._pushed:
                 self._push(session, layer)
-        self._watch.end_step(self.clock)
+        self.timings.end_step(self.clock)
         self.clock += 1
         # No hook tells when the parameters of a module that is not called are used, so they are waited for now.
         called = [self._called.issuperset(layer.modules) for layer in session.layout.layers]
@@ -153,7 +152,7 @@ class Worker:
     @property
     def last(self) -> StepTimes:
         """The times of the last step."""
-        return self._watch.last
+        return self.timings.last
 
     @property
     def codec(self) -> Codec:
@@ -168,7 +167,7 @@ class Worker:
     @property
     def layers(self) -> list[str]:
         """The layers' names, in their order."""
-        return [layer.name for layer in self._session.layout.layers] if self._session is not None else []
+        return [modules[0] for modules in self.modules]
 
     @property
     def modules(self) -> list[tuple[str, ...]]:
@@ -206,9 +205,7 @@ class Worker:
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # Sessions
@@ -219,15 +216,12 @@ class Worker:
             session = self._client.state.wait_for_session(self._patience)
             if session is None:
                 return
-            self._use(session)
+            self._session, self.clock = session, session.first
+            self._begin_step()
+            self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
             self._client.fetch(session, self.clock)
             if self._await(list(range(len(session.layout.layers)))) or self.stopped is not None:
                 return
-
-    def _use(self, session: Session) -> None:
-        self._session, self.clock = session, session.first
-        self._begin_step()
-        self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
 
     def _begin_step(self) -> None:
         self._pushed.clear()
@@ -239,14 +233,12 @@ class Worker:
     def _await(self, layers: list[int]) -> bool:
         began = time.monotonic()
         arrived = self._client.state.wait(layers, self.clock, self._patience)
-        self._watch.waited(layers, self.clock, began)
+        self.timings.waited(layers, self.clock, began)
         return arrived
 
     # Hooks
 
     def _install(self) -> None:
-        if not self.overlap:
-            return
         for parameter in self._parameters.values():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         for name, module in self.model.named_modules():
@@ -254,11 +246,10 @@ class Worker:
             own = {self._names[id(p)] for p in module.parameters(recurse=False) if id(p) in self._names}
             layers = sorted({self._layer_of[parameter] for parameter in own})
             if layers:
-                self._handles.append(
-                    module.register_forward_pre_hook(lambda *_, name=name, at=layers: self._on_forward(name, at))
-                )
+                hook = partial(self._on_forward, name, layers)
+                self._handles.append(module.register_forward_pre_hook(hook))
 
-    def _on_forward(self, module: str, layers: list[int]) -> None:
+    def _on_forward(self, module: str, layers: list[int], *_: Any) -> None:
         self._called.add(module)
         new = [layer for layer in layers if layer not in self._called_layers]
         if new and self.stopped is None:
@@ -281,11 +272,9 @@ class Worker:
 
     def _push(self, session: Session, layer: int) -> None:
         self._pushed.add(layer)
-        gradients: dict[str, Tensor] = {}
-        for name in session.layout.layers[layer].parameters:
-            parameter = self._parameters[name]
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad
-                parameter.grad = None  # the client's thread reads it from now on
+        parameters = {name: self._parameters[name] for name in session.layout.layers[layer].parameters}
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for parameter in parameters.values():
+            parameter.grad = None  # the client's thread reads it from now on
         self.timings.note(self.timings.ready, layer, self.clock)
         self._client.push(session, layer, self.clock, gradients)
