@@ -75,16 +75,14 @@ def _abilities(spaces: Namespaces) -> list[Ability]:
         return "segmentation off"
 
     def settings() -> str:
-        refused = spaces.ask("configure", where=SWITCH, devices=[], settings=shaping.settings())["refused"]
+        refused = spaces.ask("configure", where=SWITCH, devices=[], settings=shaping.SETTINGS)["refused"]
         if refused:
             raise LabError(f"refused: {', '.join(refused)}")
         control = spaces.ask("read", where=SWITCH, path="/proc/sys/net/ipv4/tcp_congestion_control")["text"]
         return f"IPv6 off; TCP congestion control of this machine: {control.strip()}"
 
     def cable() -> str:
-        peer = {0: str(spaces.ask("peer", host=0)["path"])}
-        spaces.batch(SWITCH, ["ip", "-batch", "-"], shaping.switch_lines(peer))
-        spaces.batch(SWITCH, ["bridge", "-batch", "-"], shaping.forwarding_lines(1))
+        spaces.wire(1)
         return "veth and bridge (iproute2)"
 
     rate = shaping.queue_lines("h0", 10**7)

@@ -18,15 +18,7 @@ else:
     import kernel
 
 
-_FORWARDED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-)
+_FORWARDED = [signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "CONT")]
 # The user namespace comes first, because joining it gives the rights to join the others.
 _NAMESPACES = (
     ("user", kernel.CLONE_NEWUSER),
@@ -41,8 +33,7 @@ _NAMESPACES = (
 def join(pid: int) -> bool:
     """Enter all namespaces of a host's process 1; return whether this included a user namespace."""
     handles = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in _NAMESPACES]
-    own = os.stat("/proc/self/ns/user").st_ino
-    foreign = os.fstat(handles[0][0]).st_ino != own
+    foreign = os.fstat(handles[0][0]).st_ino != os.stat("/proc/self/ns/user").st_ino
     for handle, kind in handles if foreign else handles[1:]:
         kernel.setns(handle, kind)
     for handle, _ in handles:
@@ -63,8 +54,7 @@ def become(command: list[str], user: tuple[int, int] | None) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"thinwire lab: cannot run '{command[0]}': {error.strerror}", file=sys.stderr)
-        sys.stderr.flush()
+        print(f"thinwire lab: cannot run '{command[0]}': {error.strerror}", file=sys.stderr, flush=True)
         os._exit(126 if isinstance(error, PermissionError) else 127)
 
 

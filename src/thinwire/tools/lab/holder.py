@@ -99,8 +99,7 @@ class Holder:
             try:
                 os.close(reader)
                 kernel.setns(self._nets[host], kernel.CLONE_NEWNET)
-                flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC
-                kernel.unshare(flags)
+                kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC)
                 pid = os.fork()
                 if pid == 0:
                     host_init(host, self._hosts_file, writer)
@@ -165,10 +164,7 @@ def serve(control: socket.socket, owner: int, mode: str, hosts_file: str) -> Non
         stream.flush()
         while not (ready := poller.poll(1000)):
             reap()
-        if any(descriptor == owner for descriptor, _ in ready):
-            return
-        line = stream.readline()
-        if not line:
+        if any(descriptor == owner for descriptor, _ in ready) or not (line := stream.readline()):
             return
         request = json.loads(line)
         try:
@@ -184,13 +180,13 @@ def remove_files(*paths: str) -> None:
             os.unlink(path)
 
 
-def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: str) -> None:
+def main(control: socket.socket, owner_pid: int, hosts_file: str, run_file: str) -> None:
     """Create the namespaces and fork: the child serves the lab, this process waits for it."""
     os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:  # the owner was killed while the holder started
-        return remove_files(hosts_file, *leftovers)
+        return remove_files(hosts_file, run_file)
     try:
         mode = isolate()
     except OSError as error:
@@ -208,7 +204,7 @@ def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: st
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             serve(control, owner, mode, hosts_file)
     finally:
-        remove_files(hosts_file, *leftovers)
+        remove_files(hosts_file, run_file)
         os._exit(0)
 
 

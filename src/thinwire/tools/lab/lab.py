@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from thinwire.errors import LabError
@@ -62,9 +61,7 @@ class Lab:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -95,13 +92,11 @@ class Lab:
     def _build(self, spaces: Namespaces) -> None:
         spaces.boot(self.hosts)
         everyone = range(self.hosts)
-        peers = {host: str(spaces.ask("peer", host=host)["path"]) for host in everyone}
-        spaces.batch(SWITCH, ["ip", "-batch", "-"], shaping.switch_lines(peers))
-        spaces.batch(SWITCH, ["bridge", "-batch", "-"], shaping.forwarding_lines(self.hosts))
+        spaces.wire(self.hosts)
         ports = [f"h{host}" for host in everyone]
-        spaces.ask("configure", where=SWITCH, devices=ports, settings=shaping.settings())
+        spaces.ask("configure", where=SWITCH, devices=ports, settings=shaping.SETTINGS)
         for host in everyone:
-            spaces.ask("configure", where=host, devices=[INTERFACE], settings=shaping.settings())
+            spaces.ask("configure", where=host, devices=[INTERFACE], settings=shaping.SETTINGS)
             spaces.batch(host, ["ip", "-batch", "-"], shaping.host_lines(host, self.hosts))
         if any(self._losses):
             self._apply_losses()
@@ -130,9 +125,8 @@ class Lab:
                 self._shape(list(range(self.hosts)))
             except LabError:
                 self._netem_loss = False
-                raise LabError(
-                    f"packet loss needs nftables, or a kernel with netem: install nftables ({no_nft})"
-                ) from None
+                advice = f"packet loss needs nftables, or a kernel with netem: install nftables ({no_nft})"
+                raise LabError(advice) from None
 
     @property
     def _spaces(self) -> Namespaces:
