@@ -168,25 +168,23 @@ def baselines(bench: Bench, density: float) -> dict[str, Encoder]:
 
 
 class Candidate(NamedTuple):
-    """An encoder or decoder to be timed: its run, what resets its state, and its row for a timing."""
+    """An encoder or decoder to be timed: its run, what resets its state, and the sizes for its row."""
 
+    name: str
     run: Callable[[], object]
     reset: Callable[[], object]
-    row: Callable[[Timing], CodecRow]
+    sizes: Callable[[], tuple[float, float, int]]  # all bits, index bits, entries
 
 
-def baseline(bench: Bench, density: float, name: str, encode: Encoder) -> Candidate:
+def baseline(bench: Bench, name: str, encode: Encoder) -> Candidate:
     """Return the candidate of a baseline; its positions are counted as whole integers."""
     bench.residual.copy_(bench.saved)
     size, kept = encode()
-
-    def row(took: Timing) -> CodecRow:
-        return _row(name, bench.n, density, took, 8.0 * size, 8.0 * size - 32.0 * kept, kept)
-
-    return Candidate(encode, lambda: bench.residual.copy_(bench.saved), row)
+    sizes = 8.0 * size, 8.0 * size - 32.0 * kept, kept
+    return Candidate(name, encode, lambda: bench.residual.copy_(bench.saved), lambda: sizes)
 
 
-def encoder(bench: Bench, density: float, name: str, selection: Selection) -> tuple[Candidate, list[Frame]]:
+def encoder(bench: Bench, name: str, selection: Selection) -> tuple[Candidate, list[Frame]]:
     """Return the candidate of thinwire's encode with `ErrorFeedback` and `Bits(8)`, and a list with its last frame."""
     codec = Codec(selection, Bits(8))
     codec.encode({"w": bench.gradients[1]})
@@ -196,29 +194,19 @@ def encoder(bench: Bench, density: float, name: str, selection: Selection) -> tu
     def run() -> None:
         frames[:] = [codec.encode({"w": bench.gradients[0]})]
 
-    def row(took: Timing) -> CodecRow:
-        return frame_row(f"encode {name}", bench.n, density, frames[0], Bits(8), took)
+    def sizes() -> tuple[float, float, int]:
+        return frame_sizes(frames[0], Bits(8))
 
-    return Candidate(run, lambda: residual.copy_(bench.saved), row), frames
-
-
-def decoder(bench: Bench, density: float, frames: list[Frame]) -> Candidate:
-    """Return the candidate that validates a frame and adds it to a gradient."""
-    out = torch.zeros(bench.n)
-
-    def row(took: Timing) -> CodecRow:
-        return frame_row("decode and add", bench.n, density, frames[0], Bits(8), took)
-
-    return Candidate(lambda: FrameReader(frames[0], [bench.n]).add_to([out], 0.5), lambda: None, row)
+    return Candidate(f"encode {name}", run, lambda: residual.copy_(bench.saved), sizes), frames
 
 
-def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: Timing | None) -> CodecRow:
-    """Return the row of a frame of one tensor; all bits but those of values and scales count as index bits."""
+def frame_sizes(frame: Frame, values: Values) -> tuple[float, float, int]:
+    """Return the sizes of a frame of one tensor; all bits but those of values and scales count as index bits."""
     (count,) = frame.counts
     full, rest = divmod(count, _native.BLOCK)
     stored = full * _native.block_bytes(values.code, _native.BLOCK)
     stored += _native.block_bytes(values.code, rest) if rest else 0
-    return _row(name, n, density, took, 8.0 * len(frame), 8.0 * (len(frame) - stored), count)
+    return 8.0 * len(frame), 8.0 * (len(frame) - stored), count
 
 
 def _row(name: str, n: int, density: float, took: Timing | None, bits: float, index: float, kept: int) -> CodecRow:
@@ -236,20 +224,25 @@ def rows_of(n: int, seconds: float, advance: Callable[[str], None]) -> Iterator[
         times = [Timing(math.inf, math.inf)] * len(candidates)
         for _ in range(PASSES):
             for i, candidate in enumerate(candidates):
-                took = bench.time(candidate.run, candidate.reset)
-                times[i] = Timing(*map(min, took, times[i]))
+                times[i] = Timing(*map(min, times[i], bench.time(candidate.run, candidate.reset)))
                 advance(f"n = {n:,} at {density:.1%}")
         for candidate, best in zip(candidates, times, strict=True):
-            yield candidate.row(best)
+            yield _row(candidate.name, n, density, best, *candidate.sizes())
     frame = Codec(TopK(0.01, exact=True), Bits(2)).encode({"w": bench.gradients[0]})
-    yield frame_row("encode TopK exact, 2 bits", n, 0.01, frame, Bits(2), None)
+    yield _row("encode TopK exact, 2 bits", n, 0.01, None, *frame_sizes(frame, Bits(2)))
 
 
 def _candidates(bench: Bench, density: float) -> list[Candidate]:
-    candidates = [baseline(bench, density, name, encode) for name, encode in baselines(bench, density).items()]
-    encoders = {name: encoder(bench, density, name, each) for name, each in selections(bench, density).items()}
+    candidates = [baseline(bench, name, encode) for name, encode in baselines(bench, density).items()]
+    encoders = {name: encoder(bench, name, each) for name, each in selections(bench, density).items()}
     candidates += [candidate for candidate, _ in encoders.values()]
-    return [*candidates, decoder(bench, density, encoders["TopK exact"][1])]
+    exact, frames = encoders["TopK exact"]
+    out = torch.zeros(bench.n)
+
+    def decode() -> None:  # validates the frame and adds it to a gradient
+        FrameReader(frames[0], [bench.n]).add_to([out], 0.5)
+
+    return [*candidates, Candidate("decode and add", decode, lambda: None, exact.sizes)]
 
 
 BARS_FOR = 25_000_000  # elements

@@ -5,7 +5,6 @@ measured once, in the same processes, so that changes in the machine's speed aff
 """
 
 import json
-import resource
 import statistics
 import sys
 import time
@@ -56,20 +55,13 @@ def measure(workers: int, rate: str, options: dict[str, Any]) -> list[MethodFigu
     def median(method: str, key: str) -> float:
         return statistics.median(float(row[key]) for _, row in records if row["method"] == method)
 
-    infinite = median("infinite", "step")
-    return [
-        MethodFigures(
-            name,
-            1e3 * median(name, "step"),
-            median(name, "step") / infinite - 1.0,
-            median(name, "sent"),
-            median(name, "received"),
-            1e3 * median(name, "hook_cpu"),
-            1e3 * median(name, "cpu"),
-            next(row["exchange"] for _, row in records if row["method"] == name),
-        )
-        for name in options["methods"]
-    ]
+    rows, infinite = [], median("infinite", "step")
+    for name in options["methods"]:
+        step, sent, received, hook, cpu = (median(name, key) for key in ("step", "sent", "received", "hook_cpu", "cpu"))
+        exchange = next(row["exchange"] for _, row in records if row["method"] == name)
+        overhead = step / infinite - 1.0
+        rows.append(MethodFigures(name, 1e3 * step, overhead, sent, received, 1e3 * hook, 1e3 * cpu, exchange))
+    return rows
 
 
 def _show(rows: list[MethodFigures], workers: int, rate: str) -> None:
@@ -115,20 +107,19 @@ class MethodTrainer:
     def measure(self, count: int) -> dict[str, Any]:
         """Train for some steps and return the mean seconds, bytes and CPU seconds of a step."""
         dist.barrier()
-        before, cpu = interface_bytes("eth0") or (0, 0), _hook_cpu(self.link)
-        process = resource.getrusage(resource.RUSAGE_SELF)
-        began = time.perf_counter()
+        before, hook = interface_bytes("eth0") or (0, 0), _hook_cpu(self.link)
+        cpu, began = time.process_time(), time.perf_counter()
         self.steps(count)
         dist.barrier()
-        took = time.perf_counter() - began
-        after, spent = interface_bytes("eth0") or (0, 0), resource.getrusage(resource.RUSAGE_SELF)
+        took, spent = time.perf_counter() - began, time.process_time() - cpu
+        after = interface_bytes("eth0") or (0, 0)
         return {
             "method": self.method,
             "step": took / count,
             "sent": (after[0] - before[0]) / count,
             "received": (after[1] - before[1]) / count,
-            "hook_cpu": (_hook_cpu(self.link) - cpu) / count,
-            "cpu": (spent.ru_utime + spent.ru_stime - process.ru_utime - process.ru_stime) / count,
+            "hook_cpu": (_hook_cpu(self.link) - hook) / count,
+            "cpu": spent / count,
             "exchange": repr(self.link.exchange) if self.link is not None else "",
         }
 

@@ -98,7 +98,7 @@ def run(parts: list[str], workers: int, rate: str, steps: int, seconds: float, j
     return judge(figures["bars"], "x")
 
 
-def _measure(rate: str, runs: Sequence[ServerRun]) -> list[Record]:
+def measure_runs(rate: str, runs: Sequence[ServerRun], loss: str | None = None) -> list[Record]:
     """Run all runs in one lab, one after the other, and return the records of its processes."""
     advance = {each.name: 1.0 if each.steps else each.pause for each in runs}
     return run_in_lab(
@@ -106,6 +106,7 @@ def _measure(rate: str, runs: Sequence[ServerRun]) -> list[Record]:
         rate,
         ["thinwire.tools.bench.server", json.dumps([asdict(each) for each in runs])],
         ("APPLIED", "STEP"),
+        loss=loss,
         total=sum(each.steps or each.seconds for each in runs),
         progress=lambda kind, record: advance[record["run"]] if kind == "APPLIED" else 0.0,
     )
@@ -123,7 +124,7 @@ def mean_step(records: list[Record], name: str, skip: int) -> float:
 
 
 def _phases(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    records = _measure(rate, runs)
+    records = measure_runs(rate, runs)
     rows = [_phase_row(records, run) for run in runs]
     dense, percentile, plain, overlapped = rows
     both = [row["synchronisation"] + row["aggregation"] for row in rows]
@@ -153,22 +154,20 @@ def _phase_row(records: list[Record], run: ServerRun) -> dict[str, Any]:
 
 
 def _stragglers(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    records = _measure(rate, runs)
+    records = measure_runs(rate, runs)
     rows = []
     for run in runs:
         steps = of_run(records, "STEP", run.name)
         curve = [(s["applied"], s["accuracy"]) for s in of_run(records, "APPLIED", run.name) if "accuracy" in s]
         began = min(s["ready"] for s in steps)
-        span = max(s["computed"] for s in steps) - began
-        rows.append(
-            {
-                "run": run.name,
-                "steps_per_second": len(steps) / span,
-                "staleness": max(s["staleness"] for s in steps),
-                "accuracy": curve[-1][1] if curve else 0.0,
-                "curve": [(round(at - began, 2), round(value, 4)) for at, value in curve],
-            }
-        )
+        row: dict[str, Any] = {
+            "run": run.name,
+            "steps_per_second": len(steps) / (max(s["computed"] for s in steps) - began),
+            "staleness": max(s["staleness"] for s in steps),
+            "accuracy": curve[-1][1] if curve else 0.0,
+            "curve": [(round(at - began, 2), round(value, 4)) for at, value in curve],
+        }
+        rows.append(row)
     speed = [row["steps_per_second"] for row in rows]
     bars["ssp 3 makes more steps per second than bsp"] = speed[1] / speed[0], 1.3
     bars["async makes more steps per second than bsp"] = speed[3] / speed[2], 1.8
@@ -177,7 +176,7 @@ def _stragglers(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[
 
 def policy_steps(rate: str, runs: list[ServerRun]) -> dict[str, float]:
     """Return the mean milliseconds of a step in each run, without the first two steps."""
-    records = _measure(rate, runs)
+    records = measure_runs(rate, runs)
     return {run.name: mean_step(records, run.name, skip=2) for run in runs}
 
 

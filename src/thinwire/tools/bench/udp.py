@@ -13,7 +13,6 @@ import socket
 import statistics
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from rich.console import Console
 
 from thinwire import _native
 from thinwire.tools.bench import Record, judge, run_in_lab
-from thinwire.tools.bench.server import ServerRun, mean_step, of_run
+from thinwire.tools.bench.server import ServerRun, mean_step, measure_runs, of_run
+from thinwire.tools.lab.measure import tcp_source
 from thinwire.tools.lab.units import parse_loss, parse_rates
 from thinwire.tools.options import write_json
 from thinwire.transport.addresses import connect, listen
@@ -83,8 +83,7 @@ def _loss(rate: str, losses: list[str], steps: int, bars: Bars) -> list[dict[str
             for i in rounds
             for name, (transport, on_loss) in transports.items()
         ]
-        argv = ["thinwire.tools.bench.server", json.dumps([asdict(run) for run in runs])]
-        records = run_in_lab(5, rate, argv, ("APPLIED", "STEP"), loss=share)
+        records = measure_runs(rate, runs, loss=share)
         for name in transports:
             found = [_row(f"{name} {i}", records) for i in rounds]
             medians = {key: statistics.median(row[key] for row in found) for key in found[0]}
@@ -235,23 +234,6 @@ def send_datagrams(address: str, port: int) -> None:
     connection.close()
 
 
-def send_stream(address: str, port: int, control: str) -> None:
-    """Send a TCP stream until rank 0 closes it, with the given congestion control or the machine's default."""
-    data, ends = bytes(1 << 18), time.monotonic() + 60
-    while time.monotonic() < ends:
-        try:
-            connection = socket.create_connection((address, port), timeout=30)
-        except OSError:  # rank 0 does not listen yet
-            time.sleep(0.05)
-            continue
-        if control:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
-        with connection, contextlib.suppress(OSError):
-            while True:
-                connection.sendall(data)
-        return
-
-
 def main() -> None:
     """Run one process of the flows: rank 0 receives, the next ranks send datagrams, the rest TCP streams."""
     rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -261,7 +243,7 @@ def main() -> None:
     elif rank <= senders:
         send_datagrams(address, port)
     else:
-        send_stream(address, port + rank - senders, sys.argv[4])
+        tcp_source(address, port + rank - senders, sys.argv[4])
 
 
 if __name__ == "__main__":

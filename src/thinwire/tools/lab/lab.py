@@ -93,8 +93,7 @@ class Lab:
         spaces.boot(self.hosts)
         everyone = range(self.hosts)
         spaces.wire(self.hosts)
-        ports = [f"h{host}" for host in everyone]
-        spaces.ask("configure", where=SWITCH, devices=ports, settings=shaping.SETTINGS)
+        spaces.ask("configure", where=SWITCH, devices=[f"h{host}" for host in everyone], settings=shaping.SETTINGS)
         for host in everyone:
             spaces.ask("configure", where=host, devices=[INTERFACE], settings=shaping.SETTINGS)
             spaces.batch(host, ["ip", "-batch", "-"], shaping.host_lines(host, self.hosts))
@@ -166,19 +165,12 @@ class Lab:
 
     def counters(self) -> list[HostTraffic]:
         """Return the traffic of each host since the lab started, as the kernel counted it."""
-        text = self._spaces.ask("read", where=SWITCH, path="/proc/net/dev")["text"]
-        return parse_counters(text, self.hosts)
+        return parse_counters(self._spaces.ask("read", where=SWITCH, path="/proc/net/dev")["text"], self.hosts)
 
     def environment(self, host: int) -> dict[str, str]:
         """Return the environment variables that every process of a host gets in addition to the caller's."""
-        lab = {
-            "name": self.name,
-            "host": host,
-            "hosts": self.hosts,
-            "rate": str(self.rates[host]),
-            "loss": self._losses[host],
-            "delay": self.delay,
-        }
+        lab: dict[str, Any] = {"name": self.name, "host": host, "hosts": self.hosts, "rate": str(self.rates[host])}
+        lab |= {"loss": self._losses[host], "delay": self.delay}
         interface = {f"{user}_SOCKET_IFNAME": INTERFACE for user in ("GLOO", "TP", "NCCL")}
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "THINWIRE_LAB": json.dumps(lab), **interface}
 

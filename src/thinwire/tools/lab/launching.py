@@ -87,9 +87,7 @@ class Launch:
     """The processes of one run."""
 
     def __init__(self, *, timeout: float | None, output: Callable[[int, str], None] | None, grace: float) -> None:
-        self._timeout = timeout
-        self._output = output
-        self._grace = grace
+        self._timeout, self._output, self._grace = timeout, output, grace
         self._began = time.monotonic()
         self._jobs: list[_Job] = []
         self._lines: dict[int, deque[str]] = {}

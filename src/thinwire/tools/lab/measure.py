@@ -60,18 +60,21 @@ def tcp_sink(port: int, seconds: float) -> dict[str, float]:
                 return {"bits_per_second": 8 * (total - at_mark) / (now - marked), "bytes": total}
 
 
-def tcp_source(address: str, port: int) -> None:
-    """Send to a sink, which may not listen yet, until it closes the connection."""
-    buffer = bytes(_CHUNK)
-    while True:
+def tcp_source(address: str, port: int, control: str = "") -> None:
+    """Send until the sink closes the connection, with a congestion control; the sink has 60 s to listen."""
+    buffer, end = bytes(_CHUNK), time.monotonic() + 60
+    while time.monotonic() < end:
         try:
             connection = socket.create_connection((address, port), timeout=30)
-            break
-        except ConnectionRefusedError:
+        except OSError:
             time.sleep(0.02)
-    with connection, contextlib.suppress(ConnectionError):
-        while True:
-            connection.sendall(buffer)
+            continue
+        if control:  # otherwise the machine's default
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+        with connection, contextlib.suppress(OSError):
+            while True:
+                connection.sendall(buffer)
+        return
 
 
 def udp_sink(port: int) -> dict[str, float]:

@@ -40,8 +40,7 @@ def queue_lines(device: str, rate: int | None, *, delay: float = 0.0, loss: floa
     if not delay and not loss:
         return [f"qdisc replace dev {device} root {f'handle 1: {bucket(rate)}' if rate else 'handle 2: noqueue'}"]
     # The queue must hold all delayed packets, or netem drops them.
-    waiting = 1000 + round((rate or 10**10) / 8 / FRAME * delay)
-    how = f"netem limit {waiting}"
+    how = f"netem limit {1000 + round((rate or 10**10) / 8 / FRAME * delay)}"
     how += f" delay {round(delay * 1e6)}us" if delay else ""
     how += f" loss {loss * 100:g}%" if loss else ""
     lines = [f"qdisc replace dev {device} root handle 3: {how}"]
