@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from thinwire.exchange.choose import NAMES
 from thinwire.tools.bench import run_in_lab
@@ -91,11 +91,8 @@ def subject(batch: int) -> Subject:
     torch.manual_seed(0)
     model = cuda_convnet()
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
-
-    def loss(step: int) -> Tensor:
-        return nn.functional.cross_entropy(model(images), labels)
-
-    return Subject("cuda-convnet", model, loss, torch.optim.SGD(model.parameters(), lr=0.01))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return Subject("cuda-convnet", model, lambda step: cross_entropy(model(images), labels), optimizer)
 
 
 def predicted(found: AdviceReport, trainer: MethodTrainer) -> float:

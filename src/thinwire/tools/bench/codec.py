@@ -4,6 +4,7 @@ Times are ratios to copying the same tensor in the same run. Baselines are the u
 torch.
 """
 
+import itertools
 import math
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from thinwire import _native
@@ -61,11 +62,6 @@ def with_torch(gradient: Tensor, residual: Tensor, select: Callable[[Tensor], Te
     return encode
 
 
-def topk_indices(x: Tensor, density: float) -> Tensor:
-    """Select by torch.topk over all magnitudes."""
-    return x.abs().topk(max(1, int(density * x.numel())), sorted=False).indices
-
-
 def sampled_indices(x: Tensor, density: float) -> Tensor:
     """Select by a threshold from every 100th magnitude."""
     sample = x[::100].abs()
@@ -83,10 +79,6 @@ class Timing(NamedTuple):
 
     best: float
     copy: float
-
-    def best_of_both(self, other: "Timing") -> "Timing":
-        """Return the fastest times of two passes."""
-        return Timing(min(self.best, other.best), min(self.copy, other.copy))
 
 
 @dataclass(frozen=True)
@@ -167,34 +159,32 @@ def selections(bench: Bench, density: float) -> dict[str, Selection]:
 
 def baselines(bench: Bench, density: float) -> dict[str, Encoder]:
     """Return the encoders that thinwire is compared with."""
-    gradient, residual = bench.gradients[0], bench.residual
+    gradient, residual, count = bench.gradients[0], bench.residual, max(1, int(density * bench.n))
     return {
         "SparsifyGradients": sparsify_gradients(gradient, density),
-        "torch.topk": with_torch(gradient, residual, lambda x: topk_indices(x, density)),
+        "torch.topk": with_torch(gradient, residual, lambda x: x.abs().topk(count, sorted=False).indices),
         "torch sampled threshold": with_torch(gradient, residual, lambda x: sampled_indices(x, density)),
     }
 
 
 class Candidate(NamedTuple):
-    """An encoder or decoder to be timed: its run, what resets its state, and its row for a timing."""
+    """An encoder or decoder to be timed: its run, what resets its state, and the sizes for its row."""
 
+    name: str
     run: Callable[[], object]
     reset: Callable[[], object]
-    row: Callable[[Timing], CodecRow]
+    sizes: Callable[[], tuple[float, float, int]]  # all bits, index bits, entries
 
 
-def baseline(bench: Bench, density: float, name: str, encode: Encoder) -> Candidate:
+def baseline(bench: Bench, name: str, encode: Encoder) -> Candidate:
     """Return the candidate of a baseline; its positions are counted as whole integers."""
     bench.residual.copy_(bench.saved)
     size, kept = encode()
-
-    def row(took: Timing) -> CodecRow:
-        return _row(name, bench.n, density, took, 8.0 * size, 8.0 * size - 32.0 * kept, kept)
-
-    return Candidate(encode, lambda: bench.residual.copy_(bench.saved), row)
+    sizes = 8.0 * size, 8.0 * size - 32.0 * kept, kept
+    return Candidate(name, encode, lambda: bench.residual.copy_(bench.saved), lambda: sizes)
 
 
-def encoder(bench: Bench, density: float, name: str, selection: Selection) -> tuple[Candidate, list[Frame]]:
+def encoder(bench: Bench, name: str, selection: Selection) -> tuple[Candidate, list[Frame]]:
     """Return the candidate of thinwire's encode with `ErrorFeedback` and `Bits(8)`, and a list with its last frame."""
     codec = Codec(selection, Bits(8))
     codec.encode({"w": bench.gradients[1]})
@@ -204,31 +194,19 @@ def encoder(bench: Bench, density: float, name: str, selection: Selection) -> tu
     def run() -> None:
         frames[:] = [codec.encode({"w": bench.gradients[0]})]
 
-    def row(took: Timing) -> CodecRow:
-        return frame_row(f"encode {name}", bench.n, density, frames[0], Bits(8), took)
+    def sizes() -> tuple[float, float, int]:
+        return frame_sizes(frames[0], Bits(8))
 
-    return Candidate(run, lambda: residual.copy_(bench.saved), row), frames
-
-
-def decoder(bench: Bench, density: float, frames: list[Frame]) -> Candidate:
-    """Return the candidate that validates a frame and adds it to a gradient."""
-    out = torch.zeros(bench.n)
-
-    def run() -> None:
-        FrameReader(frames[0], [bench.n]).add_to([out], 0.5)
-
-    return Candidate(
-        run, lambda: None, lambda took: frame_row("decode and add", bench.n, density, frames[0], Bits(8), took)
-    )
+    return Candidate(f"encode {name}", run, lambda: residual.copy_(bench.saved), sizes), frames
 
 
-def frame_row(name: str, n: int, density: float, frame: Frame, values: Values, took: Timing | None) -> CodecRow:
-    """Return the row of a frame of one tensor; all bits but those of values and scales count as index bits."""
+def frame_sizes(frame: Frame, values: Values) -> tuple[float, float, int]:
+    """Return the sizes of a frame of one tensor; all bits but those of values and scales count as index bits."""
     (count,) = frame.counts
     full, rest = divmod(count, _native.BLOCK)
     stored = full * _native.block_bytes(values.code, _native.BLOCK)
     stored += _native.block_bytes(values.code, rest) if rest else 0
-    return _row(name, n, density, took, 8.0 * len(frame), 8.0 * (len(frame) - stored), count)
+    return 8.0 * len(frame), 8.0 * (len(frame) - stored), count
 
 
 def _row(name: str, n: int, density: float, took: Timing | None, bits: float, index: float, kept: int) -> CodecRow:
@@ -237,38 +215,34 @@ def _row(name: str, n: int, density: float, took: Timing | None, bits: float, in
     return CodecRow(name, n, density, ratio, bits / n, each, entropy_bits(share), milliseconds, share)
 
 
-def two_bit_row(gradient: Tensor, density: float) -> CodecRow:
-    """Return the row of a frame with two bits per value, without a time."""
-    frame = Codec(TopK(density, exact=True), Bits(2)).encode({"w": gradient})
-    return frame_row("encode TopK exact, 2 bits", gradient.numel(), density, frame, Bits(2), None)
-
-
-def rows_of(n: int, seconds: float, advance: Callable[[float], None] = lambda density: None) -> Iterator[CodecRow]:
-    """Yield all rows of one size; `advance` is called with the density after each timing."""
+def rows_of(n: int, seconds: float, advance: Callable[[str], None]) -> Iterator[CodecRow]:
+    """Yield all rows of one size; `advance` is called with the size and the density after each timing."""
     bench = Bench(n, seconds / PASSES)
     for density in DENSITIES:
         bench.settle(density)
         candidates = _candidates(bench, density)
-        times: list[Timing | None] = [None] * len(candidates)
+        times = [Timing(math.inf, math.inf)] * len(candidates)
         for _ in range(PASSES):
             for i, candidate in enumerate(candidates):
-                took, before = bench.time(candidate.run, candidate.reset), times[i]
-                times[i] = took if before is None else before.best_of_both(took)
-                advance(density)
+                times[i] = Timing(*map(min, times[i], bench.time(candidate.run, candidate.reset)))
+                advance(f"n = {n:,} at {density:.1%}")
         for candidate, best in zip(candidates, times, strict=True):
-            assert best is not None
-            yield candidate.row(best)
-    yield two_bit_row(bench.gradients[0], 0.01)
+            yield _row(candidate.name, n, density, best, *candidate.sizes())
+    frame = Codec(TopK(0.01, exact=True), Bits(2)).encode({"w": bench.gradients[0]})
+    yield _row("encode TopK exact, 2 bits", n, 0.01, None, *frame_sizes(frame, Bits(2)))
 
 
 def _candidates(bench: Bench, density: float) -> list[Candidate]:
-    candidates = [baseline(bench, density, name, encode) for name, encode in baselines(bench, density).items()]
-    sent: list[Frame] = []
-    for name, selection in selections(bench, density).items():
-        candidate, frames = encoder(bench, density, name, selection)
-        candidates.append(candidate)
-        sent = frames if name == "TopK exact" else sent
-    return [*candidates, decoder(bench, density, sent)]
+    candidates = [baseline(bench, name, encode) for name, encode in baselines(bench, density).items()]
+    encoders = {name: encoder(bench, name, each) for name, each in selections(bench, density).items()}
+    candidates += [candidate for candidate, _ in encoders.values()]
+    exact, frames = encoders["TopK exact"]
+    out = torch.zeros(bench.n)
+
+    def decode() -> None:  # validates the frame and adds it to a gradient
+        FrameReader(frames[0], [bench.n]).add_to([out], 0.5)
+
+    return [*candidates, Candidate("decode and add", decode, lambda: None, exact.sizes)]
 
 
 BARS_FOR = 25_000_000  # elements
@@ -301,9 +275,6 @@ def from_rows(rows: Iterable[CodecRow], n: int) -> list[Bar]:
     def took(name: str) -> float:
         return found[name, 0.01].milliseconds or math.inf
 
-    def smaller(name: str, density: float) -> float:
-        return 32.0 / found[name, density].bits_per_element
-
     bars = [
         Bar("encode, sampled TopK", 2.5, ratio("encode TopK"), "x the copy"),
         Bar("torch.topk against it", 40.0, took("torch.topk") / took("encode TopK"), "x slower", most=False),
@@ -313,36 +284,35 @@ def from_rows(rows: Iterable[CodecRow], n: int) -> list[Bar]:
         Bar("encode, Adaptive", 1.5, ratio("encode Adaptive") / ratio("encode TopK"), "x sampled TopK"),
         Bar("decode and add one frame", 0.35, ratio("decode and add"), "x the copy"),
     ]
-    for density in (0.1, 0.01, 0.001):
+    for density in DENSITIES:
         row = found["encode TopK exact", density]
         bars.append(Bar(f"index bits at {density:.1%}", 1.015, row.bits_per_index / row.entropy_bits, "x the entropy"))
-    sizes = [
+    for name, density, limit, words in (
         ("encode TopK exact", 0.1, 24.0, "10 %, 8 bits"),
         ("encode TopK exact", 0.01, 195.0, "1 %, 8 bits"),
         ("encode TopK exact, 2 bits", 0.01, 305.0, "1 %, 2 bits"),
         ("encode TopK exact", 0.001, 1550.0, "0.1 %, 8 bits"),
-    ]
-    for name, density, limit, words in sizes:
-        bars.append(Bar(f"float32 against the frame, {words}", limit, smaller(name, density), "x larger", most=False))
+    ):
+        smaller = 32.0 / found[name, density].bits_per_element
+        bars.append(Bar(f"float32 against the frame, {words}", limit, smaller, "x larger", most=False))
     return bars
 
 
-def _distributions() -> dict[str, Callable[[int, torch.Generator], Tensor]]:
-    return {
-        "Gaussian": lambda n, g: torch.randn(n, generator=g),
-        "Laplace": lambda n, g: -torch.rand(n, generator=g).clamp_(1e-7).log(),
-        "Pareto": lambda n, g: torch.rand(n, generator=g).clamp_(1e-7).pow(-1 / 1.2),
-    }
+_DISTRIBUTIONS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "Gaussian": lambda n, g: torch.randn(n, generator=g),
+    "Laplace": lambda n, g: -torch.rand(n, generator=g).clamp_(1e-7).log(),
+    "Pareto": lambda n, g: torch.rand(n, generator=g).clamp_(1e-7).pow(-1 / 1.2),
+}
 
 
 def density_bars(n: int) -> list[Bar]:
     """Return bars on the largest deviation of sampled TopK from its density, over densities and seeds."""
     bars = []
-    for place, (name, make) in enumerate(_distributions().items()):
+    for place, (name, make) in enumerate(_DISTRIBUTIONS.items()):
         worst = 0.0
         for seed in range(2):
             x = make(n, torch.Generator().manual_seed(10 * place + seed))
-            for density in (0.1, 0.01, 0.001):
+            for density in DENSITIES:
                 (count,) = Codec(TopK(density), Bits(8)).encode({"w": x}, step=seed).counts
                 worst = max(worst, abs(count / (density * n) - 1.0))
         bars.append(Bar(f"sampled TopK's density, {name}", 10.0, 100.0 * worst, "% off at most"))
@@ -413,15 +383,11 @@ def run(sizes: list[int], file: Path | None, seconds: float) -> int:
 
 def _measure(sizes: list[int], seconds: float) -> tuple[list[CodecRow], list[Bar]]:
     rows: list[CodecRow] = []
+    largest = max(sizes)
     with progress_bar() as progress:
         task = progress.add_task("bench codec", total=TIMINGS * len(sizes) + 2)
         for n in sizes:
-
-            def advance(density: float, n: int = n) -> None:
-                progress.update(task, advance=1, description=f"n = {n:,} at {density:.1%}")
-
-            rows += rows_of(n, seconds, advance)
-        largest = max(sizes)
+            rows += rows_of(n, seconds, lambda words: progress.update(task, advance=1, description=words))
         progress.update(task, description="densities")
         bars = from_rows(rows, largest) + density_bars(min(largest, 4_000_000))
         progress.update(task, advance=1, description="memory")
@@ -435,39 +401,25 @@ def _number(x: float | None, digits: int = 2) -> str:
 
 
 def _table(rows: list[CodecRow], n: int) -> Table:
-    table = Table(title=f"n = {n:,}: one thread, ratios to copying the tensor, ErrorFeedback + Bits(8)")
-    table.add_column("")
+    table = Table("", title=f"n = {n:,}: one thread, ratios to copying the tensor, ErrorFeedback + Bits(8)")
     for column in ("density", "kept", "x the copy", "ms", "bits/element", "bits/index", "entropy"):
         table.add_column(column, justify="right")
-    last = None
-    for row in rows:
-        if last is not None and row.density != last:
-            table.add_section()
-        last = row.density
-        table.add_row(
-            row.name,
-            f"{row.density:.1%}",
-            f"{row.kept:.3%}",
-            _number(row.ratio_to_copy),
-            _number(row.milliseconds),
-            _number(row.bits_per_element, 4),
-            _number(row.bits_per_index, 3),
-            _number(row.entropy_bits, 3),
-        )
+    for _, group in itertools.groupby(rows, key=lambda row: row.density):
+        for row in group:
+            times = _number(row.ratio_to_copy), _number(row.milliseconds)
+            bits = f"{row.bits_per_element:,.4f}", f"{row.bits_per_index:,.3f}", f"{row.entropy_bits:,.3f}"
+            table.add_row(row.name, f"{row.density:.1%}", f"{row.kept:.3%}", *times, *bits)
+        table.add_section()
     return table
 
 
 def _bar_table(bars: list[Bar], n: int) -> Table:
     judged = n == BARS_FOR
-    table = Table(
-        title=f"Bars for n = {BARS_FOR:,}, at 1 % unless stated otherwise" + ("" if judged else f"; here {n:,}")
-    )
-    for column, justify in (("what", "left"), ("bar", "right"), ("measured", "right"), ("", "left"), ("", "left")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    title = f"Bars for n = {BARS_FOR:,}, at 1 % unless stated otherwise" + ("" if judged else f"; here {n:,}")
+    table = Table("what", Column("bar", justify="right"), Column("measured", justify="right"), "", "", title=title)
+    words = {True: "[green]pass[/]", False: "[red]missed[/]", None: "not measured"}
     for bar in bars:
-        words = {True: "[green]pass[/]", False: "[red]missed[/]", None: "not measured"}
-        sign = "≤" if bar.most else "≥"
-        digits = 3 if bar.limit < 2 else 2
+        limit = f"{'≤' if bar.most else '≥'} {bar.limit:g}"
         word = words[bar.passed] if judged or bar.passed is None else ""
-        table.add_row(bar.what, f"{sign} {bar.limit:g}", _number(bar.measured, digits), bar.unit, word)
+        table.add_row(bar.what, limit, _number(bar.measured, 3 if bar.limit < 2 else 2), bar.unit, word)
     return table

@@ -11,8 +11,6 @@ from thinwire.tools.options import JsonFile
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
-_DDP_METHODS = "infinite,dense,fp16,powersgd,topk1"
-_ADVICE_METHODS = "dense,fp16,percentile90,topk1"
 _SERVER_PARTS = ("phases", "stragglers", "policies")
 _UDP_PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 
@@ -58,7 +56,7 @@ def codec_command(
 def ddp_command(
     workers: Annotated[int, typer.Option(min=2, help="Workers, each on an emulated host.")] = 14,
     rate: Rate = "500mbit",
-    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = _DDP_METHODS,
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "infinite,dense,fp16,powersgd,topk1",
     batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every method is measured once.")] = 5,
@@ -69,16 +67,15 @@ def ddp_command(
     from thinwire.tools.bench.ddp import run
 
     names = list(dict.fromkeys(["infinite", *_method_names(methods)]))
-    run(
-        workers, rate, {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}, json_file
-    )
+    options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
+    run(workers, rate, options, json_file)
 
 
 @app.command("advice")
 def advice_command(
     workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "4,14",
     rates: Annotated[str, typer.Option(help="Rates of every link, comma-separated.")] = "100mbit,500mbit",
-    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = _ADVICE_METHODS,
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "dense,fp16,percentile90,topk1",
     batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of a prediction and a measurement.")] = 3,

@@ -5,7 +5,6 @@ measured once, in the same processes, so that changes in the machine's speed aff
 """
 
 import json
-import resource
 import statistics
 import sys
 import time
@@ -15,15 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.link.link import Link
-from thinwire.tools.bench import Record, run_in_lab
-from thinwire.tools.options import write_json
+from thinwire.tools.bench import run_in_lab
+from thinwire.tools.options import table_of, write_json
 from thinwire.tools.race.methods import apply_method, single_bucket
 from thinwire.tools.race.training import interface_bytes
 from thinwire.tools.recipes.convnet import cuda_convnet
@@ -54,52 +51,36 @@ def measure(workers: int, rate: str, options: dict[str, Any]) -> list[MethodFigu
     """Run all methods in a lab and return their figures."""
     total = options["rounds"] * len(options["methods"]) * workers
     records = run_in_lab(workers, rate, ["thinwire.tools.bench.ddp", json.dumps(options)], ("ROW",), total=total)
-    return _rows(records, options["methods"])
 
-
-def _rows(records: list[Record], methods: list[str]) -> list[MethodFigures]:
     def median(method: str, key: str) -> float:
         return statistics.median(float(row[key]) for _, row in records if row["method"] == method)
 
-    infinite = median("infinite", "step")
-    return [
-        MethodFigures(
-            name,
-            1e3 * median(name, "step"),
-            median(name, "step") / infinite - 1.0,
-            median(name, "sent"),
-            median(name, "received"),
-            1e3 * median(name, "hook_cpu"),
-            1e3 * median(name, "cpu"),
-            next(row["exchange"] for _, row in records if row["method"] == name),
-        )
-        for name in methods
-    ]
+    rows, infinite = [], median("infinite", "step")
+    for name in options["methods"]:
+        step, sent, received, hook, cpu = (median(name, key) for key in ("step", "sent", "received", "hook_cpu", "cpu"))
+        exchange = next(row["exchange"] for _, row in records if row["method"] == name)
+        overhead = step / infinite - 1.0
+        rows.append(MethodFigures(name, 1e3 * step, overhead, sent, received, 1e3 * hook, 1e3 * cpu, exchange))
+    return rows
 
 
 def _show(rows: list[MethodFigures], workers: int, rate: str) -> None:
-    table = Table(
-        title=f"cuda-convnet, {workers} workers at {rate}",
-        caption="MB: per host and step, counted by the kernel. hook: CPU time of the hook in ms",
-        box=SIMPLE,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    for column in ("method", "step ms", "overhead", "MB out", "MB in", "vs dense", "hook", "exchange"):
-        table.add_column(column, justify="left" if column in ("method", "exchange") else "right", no_wrap=True)
     dense = next((row.step_ms for row in rows if row.name == "dense"), None)
-    for row in rows:
-        table.add_row(
-            row.name,
-            f"{row.step_ms:,.1f}",
-            f"{row.overhead:+.1%}",
-            f"{row.bytes_sent / 1e6:.3f}",
-            f"{row.bytes_received / 1e6:.3f}",
-            f"{dense / row.step_ms:.2f}x" if dense else "",
-            f"{row.hook_cpu_ms:.2f}" if row.exchange else "",
-            row.exchange,
-        )
-    Console().print(table)
+    shown = [
+        {
+            "method": row.name,
+            "step ms": f"{row.step_ms:,.1f}",
+            "overhead": f"{row.overhead:+.1%}",
+            "MB out": f"{row.bytes_sent / 1e6:.3f}",
+            "MB in": f"{row.bytes_received / 1e6:.3f}",
+            "vs dense": f"{dense / row.step_ms:.2f}x" if dense else "",
+            "hook": f"{row.hook_cpu_ms:.2f}" if row.exchange else "",
+            "exchange": row.exchange,
+        }
+        for row in rows
+    ]
+    caption = "MB: per host and step, counted by the kernel. hook: CPU time of the hook in ms"
+    Console().print(table_of(shown, title=f"cuda-convnet, {workers} workers at {rate}", caption=caption))
 
 
 class MethodTrainer:
@@ -126,20 +107,19 @@ class MethodTrainer:
     def measure(self, count: int) -> dict[str, Any]:
         """Train for some steps and return the mean seconds, bytes and CPU seconds of a step."""
         dist.barrier()
-        before, cpu = interface_bytes("eth0") or (0, 0), _hook_cpu(self.link)
-        process = resource.getrusage(resource.RUSAGE_SELF)
-        began = time.perf_counter()
+        before, hook = interface_bytes("eth0") or (0, 0), _hook_cpu(self.link)
+        cpu, began = time.process_time(), time.perf_counter()
         self.steps(count)
         dist.barrier()
-        took = time.perf_counter() - began
-        after, spent = interface_bytes("eth0") or (0, 0), resource.getrusage(resource.RUSAGE_SELF)
+        took, spent = time.perf_counter() - began, time.process_time() - cpu
+        after = interface_bytes("eth0") or (0, 0)
         return {
             "method": self.method,
             "step": took / count,
             "sent": (after[0] - before[0]) / count,
             "received": (after[1] - before[1]) / count,
-            "hook_cpu": (_hook_cpu(self.link) - cpu) / count,
-            "cpu": (spent.ru_utime + spent.ru_stime - process.ru_utime - process.ru_stime) / count,
+            "hook_cpu": (_hook_cpu(self.link) - hook) / count,
+            "cpu": spent / count,
             "exchange": repr(self.link.exchange) if self.link is not None else "",
         }
 

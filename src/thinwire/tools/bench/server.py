@@ -10,13 +10,13 @@ import json
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.tools.bench import Record, judge, run_in_lab
-from thinwire.tools.options import write_json
+from thinwire.tools.options import table_of, write_json
 from thinwire.tools.race.turns import Slow, take_turns
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tools.recipes.digits import read_digits
@@ -83,23 +83,22 @@ def run(parts: list[str], workers: int, rate: str, steps: int, seconds: float, j
     """Run the parts, print their tables and bars, write the figures, and return 1 if a bar was missed."""
     figures: dict[str, Any] = {"workers": workers, "rate": rate, "bars": {}}
     console = Console()
-    if "phases" in parts:
-        figures["phases"] = _phases(rate, server_runs("phases", workers, steps, seconds), figures["bars"])
-        console.print(_table(f"{workers} workers at {rate}, milliseconds", figures["phases"]))
-    if "stragglers" in parts:
-        figures["stragglers"] = _stragglers(server_runs("stragglers", workers, steps, seconds), figures["bars"])
-        console.print(_table("4 workers, steps of at least 100 ms", figures["stragglers"]))
-        for row in figures["stragglers"]:
+    for part, title, link, measure in (
+        ("phases", f"{workers} workers at {rate}, milliseconds", rate, _phases),
+        ("stragglers", "4 workers, steps of at least 100 ms", "1gbit", _stragglers),
+        ("policies", "2 workers at 100mbit, slow first layer, milliseconds", "100mbit", _policies),
+    ):
+        if part in parts:
+            figures[part] = measure(link, server_runs(part, workers, steps, seconds), figures["bars"])
+            console.print(_table(title, figures[part]))
+        for row in figures[part] if part == "stragglers" and part in parts else []:
             curve = ", ".join(f"{value:.3f} at {at:.1f} s" for at, value in row["curve"])
             console.print(f"accuracy over time, {row['run']}: {curve}", highlight=False)
-    if "policies" in parts:
-        figures["policies"] = _policies(server_runs("policies", workers, steps, seconds), figures["bars"])
-        console.print(_table("2 workers at 100mbit, slow first layer, milliseconds", figures["policies"]))
     write_json(json_file, figures)
     return judge(figures["bars"], "x")
 
 
-def _measure(rate: str, runs: Sequence[ServerRun]) -> list[Record]:
+def measure_runs(rate: str, runs: Sequence[ServerRun], loss: str | None = None) -> list[Record]:
     """Run all runs in one lab, one after the other, and return the records of its processes."""
     advance = {each.name: 1.0 if each.steps else each.pause for each in runs}
     return run_in_lab(
@@ -107,13 +106,25 @@ def _measure(rate: str, runs: Sequence[ServerRun]) -> list[Record]:
         rate,
         ["thinwire.tools.bench.server", json.dumps([asdict(each) for each in runs])],
         ("APPLIED", "STEP"),
+        loss=loss,
         total=sum(each.steps or each.seconds for each in runs),
         progress=lambda kind, record: advance[record["run"]] if kind == "APPLIED" else 0.0,
     )
 
 
+def of_run(records: list[Record], kind: str, name: str) -> list[dict[str, Any]]:
+    """Return the records of one kind that belong to one run."""
+    return [record for each, record in records if each == kind and record["run"] == name]
+
+
+def mean_step(records: list[Record], name: str, skip: int) -> float:
+    """Return the mean milliseconds of a run's step, without the first steps."""
+    at: list[float] = sorted(record["applied"] for record in of_run(records, "APPLIED", name))[skip:]
+    return 1e3 * (at[-1] - at[0]) / (len(at) - 1)
+
+
 def _phases(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    records = _measure(rate, runs)
+    records = measure_runs(rate, runs)
     rows = [_phase_row(records, run) for run in runs]
     dense, percentile, plain, overlapped = rows
     both = [row["synchronisation"] + row["aggregation"] for row in rows]
@@ -126,14 +137,13 @@ def _phases(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict
 
 def _phase_row(records: list[Record], run: ServerRun) -> dict[str, Any]:
     """Return the median milliseconds of each phase, without the first two steps."""
-    applied = {s["step"]: s["applied"] for kind, s in records if kind == "APPLIED" and s["run"] == run.name}
-    work: dict[int, list[dict[str, Any]]] = {}
-    for kind, s in records:
-        if kind == "STEP" and s["run"] == run.name:
-            work.setdefault(s["step"], []).append(s)
+    applied = {s["step"]: s["applied"] for s in of_run(records, "APPLIED", run.name)}
+    work: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for s in of_run(records, "STEP", run.name):
+        work[s["step"]].append(s)
     found = []
     for step in sorted(applied)[2:]:
-        workers = work.get(step - 1, [])
+        workers = work[step - 1]
         if step - 1 not in applied or len(workers) < run.workers:
             continue
         ready, computed = max(w["ready"] for w in workers), max(w["computed"] for w in workers)
@@ -143,76 +153,57 @@ def _phase_row(records: list[Record], run: ServerRun) -> dict[str, Any]:
     return {"run": run.name, **{n: 1e3 * statistics.median(v[i] for v in found) for i, n in enumerate(names)}}
 
 
-def _stragglers(runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    records = _measure("1gbit", runs)
+def _stragglers(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    records = measure_runs(rate, runs)
     rows = []
     for run in runs:
-        steps = [s for kind, s in records if kind == "STEP" and s["run"] == run.name]
-        curve = [(s["applied"], s["accuracy"]) for kind, s in records if s["run"] == run.name and "accuracy" in s]
+        steps = of_run(records, "STEP", run.name)
+        curve = [(s["applied"], s["accuracy"]) for s in of_run(records, "APPLIED", run.name) if "accuracy" in s]
         began = min(s["ready"] for s in steps)
-        span = max(s["computed"] for s in steps) - began
-        rows.append(
-            {
-                "run": run.name,
-                "steps_per_second": len(steps) / span,
-                "staleness": max(s["staleness"] for s in steps),
-                "accuracy": curve[-1][1] if curve else 0.0,
-                "curve": [(round(at - began, 2), round(value, 4)) for at, value in curve],
-            }
-        )
-    rate = [row["steps_per_second"] for row in rows]
-    bars["ssp 3 makes more steps per second than bsp"] = rate[1] / rate[0], 1.3
-    bars["async makes more steps per second than bsp"] = rate[3] / rate[2], 1.8
+        row: dict[str, Any] = {
+            "run": run.name,
+            "steps_per_second": len(steps) / (max(s["computed"] for s in steps) - began),
+            "staleness": max(s["staleness"] for s in steps),
+            "accuracy": curve[-1][1] if curve else 0.0,
+            "curve": [(round(at - began, 2), round(value, 4)) for at, value in curve],
+        }
+        rows.append(row)
+    speed = [row["steps_per_second"] for row in rows]
+    bars["ssp 3 makes more steps per second than bsp"] = speed[1] / speed[0], 1.3
+    bars["async makes more steps per second than bsp"] = speed[3] / speed[2], 1.8
     return rows
 
 
 def policy_steps(rate: str, runs: list[ServerRun]) -> dict[str, float]:
     """Return the mean milliseconds of a step in each run, without the first two steps."""
-    records = _measure(rate, runs)
-    found = {}
-    for run in runs:
-        at = sorted(s["applied"] for kind, s in records if kind == "APPLIED" and s["run"] == run.name)[2:]
-        found[run.name] = 1e3 * (at[-1] - at[0]) / (len(at) - 1)
-    return found
+    records = measure_runs(rate, runs)
+    return {run.name: mean_step(records, run.name, skip=2) for run in runs}
 
 
-def _policies(runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    step = policy_steps("100mbit", runs)
+def _policies(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    step = policy_steps(rate, runs)
     bars["stalest or forward against fifo"] = step["fifo"] / min(step["stalest"], step["forward"]), 1.0
     return [{"run": name, "step": milliseconds} for name, milliseconds in step.items()]
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, box=SIMPLE, collapse_padding=True, pad_edge=False)
-    names = [name for name in rows[0] if name != "curve"]
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="left" if name == "run" else "right")
-    for row in rows:
-        table.add_row(*(f"{row[n]:,.2f}" if isinstance(row[n], float) else str(row[n]) for n in names))
-    return table
+    def text(value: object) -> str:
+        return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
-
-def small() -> nn.Module:
-    """Return a small network for digits, for runs in which workers wait more than they compute."""
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-def wide() -> nn.Module:
-    """Return a network for digits with 1.1 million parameters, so that a step needs many datagrams."""
-    return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-
-
-def slow_first() -> nn.Module:
-    """Return eight layers of 1 MB each, of which the first is slow to compute."""
-    layers = [Slow(512, 0.5), *(Slow(512, 0.005) for _ in range(7))]
-    return nn.Sequential(*layers, nn.Linear(512, 10))
+    shown = [{name.replace("_", " "): text(row[name]) for name in row if name != "curve"} for row in rows]
+    return table_of(shown, title=title)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "convnet": cuda_convnet,
-    "small": small,
-    "wide": wide,
-    "slow_first": slow_first,
+    # For runs in which workers wait more than they compute.
+    "small": lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+    # 1.1 million parameters, so that a step needs many datagrams.
+    "wide": lambda: nn.Sequential(
+        nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    ),
+    # Eight layers of 1 MB each, of which the first is slow to compute.
+    "slow_first": lambda: nn.Sequential(*(Slow(512, 0.005 if n else 0.5) for n in range(8)), nn.Linear(512, 10)),
 }
 
 
@@ -220,10 +211,8 @@ def batches(model: str, size: int, rank: int) -> list[tuple[Tensor, Tensor]]:
     """Return batches to train on in turn: digits if the accuracy is measured, else a random one."""
     generator = torch.Generator().manual_seed(rank)
     labels = torch.randint(0, 10, (size,), generator=generator)
-    if model == "convnet":
-        return [(torch.randn(size, 3, 32, 32, generator=generator), labels)]
-    if model == "slow_first":
-        return [(torch.randn(size, 512, generator=generator), labels)]
+    if shape := {"convnet": (3, 32, 32), "slow_first": (512,)}.get(model):
+        return [(torch.randn(size, *shape, generator=generator), labels)]
     x, y = digits()
     order = torch.randperm(1300, generator=generator)[:640].view(-1, size)
     return [(x[rows], y[rows]) for rows in order]
@@ -254,13 +243,9 @@ def serve(run: dict[str, Any], address: str) -> None:
     server = Server(
         model,
         torch.optim.SGD(model.parameters(), lr=run["lr"]),
-        mode=run["mode"],
-        bound=run["bound"],
+        **{name: run[name] for name in ("mode", "bound", "policy", "phased", "on_loss")},
         codec=run["pull"],
-        policy=run["policy"],
         expect=run["workers"],
-        phased=run["phased"],
-        on_loss=run["on_loss"],
         cut=0 if run["phased"] else None,
         timeout=60.0,
         on_step=on_step,
@@ -276,9 +261,7 @@ def work(run: dict[str, Any], address: str, rank: int) -> None:
     with Worker(address, model, run["push"], slot=rank - 1, overlap=run["overlap"]) as worker:
         while worker.stopped is None:
             clock = worker.clock
-            factor = run["slow"].get(str(rank), 1.0)
-            if chance.random() < run["chance"]:
-                factor *= run["factor"]
+            factor = run["slow"].get(str(rank), 1.0) * (run["factor"] if chance.random() < run["chance"] else 1.0)
             time.sleep(run["pause"] * factor)  # before the backward pass, which already pushes gradients
             x, y = data[clock % len(data)]
             nn.functional.cross_entropy(model(x), y).backward()

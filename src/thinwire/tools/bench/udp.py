@@ -13,7 +13,6 @@ import socket
 import statistics
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from rich.console import Console
 
 from thinwire import _native
 from thinwire.tools.bench import Record, judge, run_in_lab
-from thinwire.tools.bench.server import ServerRun
+from thinwire.tools.bench.server import ServerRun, mean_step, measure_runs, of_run
+from thinwire.tools.lab.measure import tcp_source
 from thinwire.tools.lab.units import parse_loss, parse_rates
 from thinwire.tools.options import write_json
 from thinwire.transport.addresses import connect, listen
@@ -42,7 +42,11 @@ def run(
     parts: list[str], rate: str, losses: list[str], steps: int, seconds: float, fuzzed: int, json_file: Path | None
 ) -> int:
     """Run the parts, print their figures and bars, write them, and return 1 if a bar was missed."""
-    link = _check(parts, rate, losses)
+    link = parse_rates(rate).down
+    if "incast" in parts and link is None:
+        raise ValueError("incast needs a limited --rate: give one, or leave incast out of --only")
+    for share in losses if "loss" in parts else []:
+        parse_loss(share)
     bars: Bars = {}
     figures: dict[str, Any] = {"rate": rate, "bars": bars}
     if "loss" in parts:
@@ -55,28 +59,17 @@ def run(
     if "incast" in parts:
         figures["incast"] = _flows(rate, 13, 0, seconds)
         total = sum(figures["incast"]["mbit"].values())
-        bars["13 senders fill the link to one receiver"] = total / (1e-6 * link), 0.7
+        bars["13 senders fill the link to one receiver"] = total / (1e-6 * (link or 1)), 0.7
     if "fuzz" in parts:
         figures["fuzz"] = _fuzz(fuzzed)
         bars["forged datagrams that change nothing"] = figures["fuzz"]["harmless"], 1.0
     if "sender" in parts:
         figures["sender"] = _sender()
         bars["mbit/s that one core seals and sends"] = figures["sender"]["mbit"], 500.0
-    console = Console()
     for name in parts:
-        console.print_json(json.dumps({name: figures[name]}))
+        Console().print_json(json.dumps({name: figures[name]}))
     write_json(json_file, figures)
     return judge(bars)
-
-
-def _check(parts: list[str], rate: str, losses: list[str]) -> int:
-    """Return the bits per second into a host; ValueError for arguments that a lab would refuse later."""
-    link = parse_rates(rate).down
-    if "incast" in parts and link is None:
-        raise ValueError("incast needs a limited --rate: give one, or leave incast out of --only")
-    for share in losses if "loss" in parts else []:
-        parse_loss(share)
-    return link or 1
 
 
 def _loss(rate: str, losses: list[str], steps: int, bars: Bars) -> list[dict[str, Any]]:
@@ -90,39 +83,30 @@ def _loss(rate: str, losses: list[str], steps: int, bars: Bars) -> list[dict[str
             for i in rounds
             for name, (transport, on_loss) in transports.items()
         ]
-        argv = ["thinwire.tools.bench.server", json.dumps([asdict(run) for run in runs])]
-        records = run_in_lab(5, rate, argv, ("APPLIED", "STEP"), loss=share)
-        rows += [
-            {"loss": share, "run": name, **_medians([_row(f"{name} {i}", records) for i in rounds])}
-            for name in transports
-        ]
-    found = {(row["loss"], row["run"]): row for row in rows}
+        records = measure_runs(rate, runs, loss=share)
+        for name in transports:
+            found = [_row(f"{name} {i}", records) for i in rounds]
+            medians = {key: statistics.median(row[key] for row in found) for key in found[0]}
+            rows.append({"loss": share, "run": name, **medians, "steps": [row["step"] for row in found]})
+    tcp, udp = ({row["loss"]: row for row in rows if row["run"] == name} for name in ("tcp", "udp restore"))
     if "0%" in losses:
-        bars["tcp's step over udp's, no loss"] = found["0%", "tcp"]["step"] / found["0%", "udp restore"]["step"], 0.909
+        bars["tcp's step over udp's, no loss"] = tcp["0%"]["step"] / udp["0%"]["step"], 0.909
     if "5%" in losses:
-        bars["tcp's wait over udp's, 5 % loss"] = found["5%", "tcp"]["wait"] / found["5%", "udp restore"]["wait"], 2.0
+        bars["tcp's wait over udp's, 5 % loss"] = tcp["5%"]["wait"] / udp["5%"]["wait"], 2.0
     if {"0%", "20%"} <= set(losses):
-        drop = found["20%", "udp restore"]["accuracy"] - found["0%", "udp restore"]["accuracy"]
+        drop = udp["20%"]["accuracy"] - udp["0%"]["accuracy"]
         bars["accuracy at 20 % loss less accuracy without, restore, points"] = 100 * drop, -0.5
     return rows
 
 
-def _medians(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the median of each figure over the rounds, and the step time of every round."""
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]} | {
-        "steps": [row["step"] for row in rows]
-    }
-
-
 def _row(name: str, records: list[Record]) -> dict[str, float]:
     """Return a run's milliseconds per step and of waiting per step, its accuracy, and its losses."""
-    steps = [s for kind, s in records if kind == "STEP" and s["run"] == name]
-    applied = sorted(s["applied"] for kind, s in records if kind == "APPLIED" and s["run"] == name)[3:]
-    curve = [s["accuracy"] for kind, s in records if kind == "APPLIED" and s["run"] == name and "accuracy" in s]
+    steps = of_run(records, "STEP", name)
+    curve = [s["accuracy"] for s in of_run(records, "APPLIED", name) if "accuracy" in s]
     last = {s["rank"]: s for s in steps}.values()
     sent, lost = (sum(s[key] for s in last) for key in ("datagrams", "datagrams_lost"))
     return {
-        "step": 1e3 * (applied[-1] - applied[0]) / (len(applied) - 1),
+        "step": mean_step(records, name, skip=3),
         "wait": 1e3 * statistics.mean(s["wait"] for s in steps if s["step"] >= 3),
         "accuracy": curve[-1] if curve else 0.0,
         "datagrams": sent,
@@ -181,9 +165,8 @@ def _sender(seconds: float = 2.0) -> dict[str, float]:
         sent, began = 0, time.thread_time()
         while time.thread_time() - began < seconds:
             # The pacer sends this many datagrams at once.
-            datagrams = session.encryptor.encrypt_all(
-                OutgoingMessage(1, b"head", [bytes(1300)] * BURST, 0).packet_contents(BURST)
-            )
+            message = OutgoingMessage(1, b"head", [bytes(1300)] * BURST, 0)
+            datagrams = session.encryptor.encrypt_all(message.packet_contents(BURST))
             thread.send_packets(session, datagrams)
             sent += sum(map(len, datagrams))
         spent = time.thread_time() - began
@@ -200,9 +183,9 @@ def receive_flows(address: str, port: int, seconds: float, senders: int, streams
         forked.Process(target=_sink, args=(port + 1 + number, taken), daemon=True).start()
     listener = listen(f"udp://{address}:{port}", insecure=True)
     counts: dict[str, int] = {}
+    at_begin: dict[str, int] = {}
     names: dict[bytes, str] = {}
     lost = sent = 0
-    at_begin: dict[str, int] = {}
     begin, ends = 0.0, time.monotonic() + seconds + 60
     while time.monotonic() < ends:
         for peer, parts in listener.poll(0.05):
@@ -215,8 +198,7 @@ def receive_flows(address: str, port: int, seconds: float, senders: int, streams
         now = time.monotonic()
         counts |= {name: taken.value for name, taken in sinks.items() if taken.value}
         if not begin and len(counts) == senders + streams:
-            begin = now + 1.5
-            ends = begin + seconds
+            begin, ends = now + 1.5, now + 1.5 + seconds
         if begin and now >= begin and not at_begin:
             at_begin = dict(counts)
     rates = {name: 8e-6 * (counts[name] - at_begin.get(name, 0)) / seconds for name in counts}
@@ -252,23 +234,6 @@ def send_datagrams(address: str, port: int) -> None:
     connection.close()
 
 
-def send_stream(address: str, port: int, control: str) -> None:
-    """Send a TCP stream until rank 0 closes it, with the given congestion control or the machine's default."""
-    data, ends = bytes(1 << 18), time.monotonic() + 60
-    while time.monotonic() < ends:
-        try:
-            connection = socket.create_connection((address, port), timeout=30)
-        except OSError:  # rank 0 does not listen yet
-            time.sleep(0.05)
-            continue
-        if control:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
-        with connection, contextlib.suppress(OSError):
-            while True:
-                connection.sendall(data)
-        return
-
-
 def main() -> None:
     """Run one process of the flows: rank 0 receives, the next ranks send datagrams, the rest TCP streams."""
     rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -278,7 +243,7 @@ def main() -> None:
     elif rank <= senders:
         send_datagrams(address, port)
     else:
-        send_stream(address, port + rank - senders, sys.argv[4])
+        tcp_source(address, port + rank - senders, sys.argv[4])
 
 
 if __name__ == "__main__":

@@ -59,50 +59,35 @@ def _why_not(complaint: str) -> str:
 
 
 def _abilities(spaces: Namespaces) -> list[Ability]:
-    def boot() -> str:
-        spaces.boot(1)
-        return "separate processes, mounts and host name"
+    def attempt(
+        name: str, remedy: str, works: str, action: Callable[..., object], *arguments: object, required: bool = True
+    ) -> Ability:
+        try:
+            return Ability(name, True, str(action(*arguments) or works), required)
+        except LabError as error:
+            return Ability(name, False, f"{error}; {remedy}", required)
 
-    def tool(argv: list[str], *lines: str) -> Callable[[], str]:
-        def attempt() -> str:
-            spaces.batch(SWITCH, argv, list(lines))
-            return argv[0]
-
-        return attempt
-
-    def offloads() -> str:
+    def offloads() -> None:
         spaces.ask("configure", where=SWITCH, devices=["h0"], settings={})
-        return "segmentation off"
 
     def settings() -> str:
-        refused = spaces.ask("configure", where=SWITCH, devices=[], settings=shaping.settings())["refused"]
+        refused = spaces.ask("configure", where=SWITCH, devices=[], settings=shaping.SETTINGS)["refused"]
         if refused:
             raise LabError(f"refused: {', '.join(refused)}")
         control = spaces.ask("read", where=SWITCH, path="/proc/sys/net/ipv4/tcp_congestion_control")["text"]
         return f"IPv6 off; TCP congestion control of this machine: {control.strip()}"
 
-    def cable() -> str:
-        peer = {0: str(spaces.ask("peer", host=0)["path"])}
-        spaces.batch(SWITCH, ["ip", "-batch", "-"], shaping.switch_lines(peer))
-        spaces.batch(SWITCH, ["bridge", "-batch", "-"], shaping.forwarding_lines(1))
-        return "veth and bridge (iproute2)"
-
+    tc, nft = (SWITCH, ["tc", "-batch", "-"]), (SWITCH, ["nft", "-f", "-"])
     rate = shaping.queue_lines("h0", 10**7)
     delayed = shaping.queue_lines("h0", 10**7, delay=0.001)
     rules = shaping.loss_rules({0: 0.01}).splitlines()
+    isolated, needed = "separate processes, mounts and host name", "process, mount and host name namespaces"
     return [
-        _attempt("hosts", boot, "the kernel must have process, mount and host name namespaces"),
-        _attempt("cables", cable, "install iproute2"),
-        _attempt("offloads", offloads, "the kernel must let a veth turn its offloads off"),
-        _attempt("rate (tbf)", tool(["tc", "-batch", "-"], *rate), "install iproute2; the kernel must have tbf"),
-        _attempt("loss (nftables)", tool(["nft", "-f", "-"], *rules), "install nftables", required=False),
-        _attempt("delay (netem)", tool(["tc", "-batch", "-"], *delayed), "the kernel must have netem", required=False),
-        _attempt("settings", settings, "results may differ slightly between machines", required=False),
+        attempt("hosts", f"the kernel must have {needed}", isolated, spaces.boot, 1),
+        attempt("cables", "install iproute2", "veth and bridge (iproute2)", spaces.wire, 1),
+        attempt("offloads", "the kernel must let a veth turn its offloads off", "segmentation off", offloads),
+        attempt("rate (tbf)", "install iproute2; the kernel must have tbf", "tc", spaces.batch, *tc, rate),
+        attempt("loss (nftables)", "install nftables", "nft", spaces.batch, *nft, rules, required=False),
+        attempt("delay (netem)", "the kernel must have netem", "tc", spaces.batch, *tc, delayed, required=False),
+        attempt("settings", "results may differ slightly between machines", "", settings, required=False),
     ]
-
-
-def _attempt(name: str, action: Callable[[], str], remedy: str, *, required: bool = True) -> Ability:
-    try:
-        return Ability(name, True, action(), required)
-    except LabError as error:
-        return Ability(name, False, f"{error}; {remedy}", required)

@@ -1,6 +1,5 @@
 """The command `thinwire lab`: run a program on emulated hosts, check what this machine supports, or clean up."""
 
-import contextlib
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TextIO
@@ -62,10 +60,8 @@ def lab_command(
     lab = Lab(hosts, rate=asymmetric or rate, loss=loss, delay=delay, host_rates=dict(map(_host_rate, host_rate or [])))
     words = _runnable(command)
     if torchrun:
-        words, ranks = _torchrun(words, lab, per_host), 1
-    else:
-        ranks = per_host
-    result, up = _run(lab, words, ranks, timeout, sys.stderr if json_file == _STDOUT else sys.stdout)
+        words, per_host = _torchrun(words, lab, per_host), 1
+    result, up = _run(lab, words, per_host, timeout, sys.stderr if json_file == _STDOUT else sys.stdout)
     _write_json(json_file, _figures(lab, command or [], result, up))
     if not quiet:
         _summary(result, up)
@@ -85,20 +81,14 @@ def _run(lab: Lab, words: list[str], ranks: int, timeout: float | None, stream: 
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
 
-    began = time.monotonic()
-    with _ending_on_terminate(), lab:
-        up = time.monotonic() - began
-        return lab.run(words, per_host=ranks, timeout=timeout, output=show), up
-
-
-@contextlib.contextmanager
-def _ending_on_terminate() -> Iterator[None]:
     def end(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    began, before = time.monotonic(), signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        with lab:
+            up = time.monotonic() - began
+            return lab.run(words, per_host=ranks, timeout=timeout, output=show), up
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -113,8 +103,7 @@ def _runnable(command: list[str] | None) -> list[str]:
 
 
 def _host_rate(text: str) -> tuple[int, str]:
-    match = re.fullmatch(r"(\d+)=(.+)", text)
-    if not match:
+    if not (match := re.fullmatch(r"(\d+)=(.+)", text)):
         raise ValueError(f"--host-rate takes HOST=RATE, such as 3=50mbit, not '{text}'")
     return int(match[1]), match[2]
 
@@ -195,7 +184,6 @@ def _clean() -> int:
     removed = registry.clean()
     for name in removed:
         print(f"removed {name}")
-    living = registry.living()
-    kept = f"; still running: {', '.join(living)}" if living else ""
+    kept = f"; still running: {', '.join(living)}" if (living := registry.living()) else ""
     print(f"{len(removed)} dead labs removed{kept}.")
     return 0

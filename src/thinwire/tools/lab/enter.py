@@ -18,34 +18,16 @@ else:
     import kernel
 
 
-_FORWARDED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-)
-# The user namespace comes first, because joining it gives the rights to join the others.
-_NAMESPACES = (
-    ("user", kernel.CLONE_NEWUSER),
-    ("net", kernel.CLONE_NEWNET),
-    ("ipc", kernel.CLONE_NEWIPC),
-    ("uts", kernel.CLONE_NEWUTS),
-    ("pid", kernel.CLONE_NEWPID),
-    ("mnt", kernel.CLONE_NEWNS),
-)
+_FORWARDED = [signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "CONT")]
 
 
 def join(pid: int) -> bool:
     """Enter all namespaces of a host's process 1; return whether this included a user namespace."""
-    handles = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in _NAMESPACES]
-    own = os.stat("/proc/self/ns/user").st_ino
-    foreign = os.fstat(handles[0][0]).st_ino != own
-    for handle, kind in handles if foreign else handles[1:]:
-        kernel.setns(handle, kind)
-    for handle, _ in handles:
+    handles = {kind: os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in kernel.NAMESPACES}
+    foreign = os.fstat(handles["user"]).st_ino != os.stat("/proc/self/ns/user").st_ino
+    for kind, handle in handles.items():
+        if kind != "user" or foreign:
+            kernel.setns(handle, kind)
         os.close(handle)
     return foreign
 
@@ -56,15 +38,14 @@ def become(command: list[str], user: tuple[int, int] | None) -> NoReturn:
     os.setpgid(0, 0)
     try:
         if user:  # the command runs as the user who started the lab, not as the namespace's root
-            kernel.unshare(kernel.CLONE_NEWUSER)
+            kernel.unshare("user")
             kernel.map_ids(*user, 0, 0)
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"thinwire lab: cannot run '{command[0]}': {error.strerror}", file=sys.stderr)
-        sys.stderr.flush()
+        print(f"thinwire lab: cannot run '{command[0]}': {error.strerror}", file=sys.stderr, flush=True)
         os._exit(126 if isinstance(error, PermissionError) else 127)
 
 
@@ -83,8 +64,7 @@ def wait_for(child: int) -> NoReturn:
     devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):  # the command alone must hold its output open, so that a reader sees its end
         os.dup2(devnull, descriptor)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):

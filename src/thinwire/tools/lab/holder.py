@@ -23,13 +23,12 @@ else:
 
 def isolate() -> str:
     """Create the namespaces as root, or through a user namespace where that is not allowed; return which."""
-    wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
     if os.geteuid() == 0:
         with contextlib.suppress(PermissionError):
-            kernel.unshare(wanted)
+            kernel.unshare("pid", "net")
             return "root"
     uid, gid = os.geteuid(), os.getegid()
-    kernel.unshare(kernel.CLONE_NEWUSER | wanted)
+    kernel.unshare("user", "pid", "net")
     kernel.map_ids(0, 0, uid, gid)
     return "user namespace"
 
@@ -45,7 +44,7 @@ class Holder:
     def boot(self, hosts: int) -> dict[str, Any]:
         """Create the network namespaces of all hosts and start process 1 of each."""
         for host in range(hosts):
-            kernel.unshare(kernel.CLONE_NEWNET)
+            kernel.unshare("net")
             self._nets[host] = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         return {"inits": [self._start_init(host) for host in range(hosts)]}
 
@@ -59,7 +58,7 @@ class Holder:
 
     def run(self, where: int, argv: list[str], text: str) -> dict[str, Any]:
         """Run an administration command (ip, tc, nft or bridge) inside a network namespace."""
-        kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
+        kernel.setns(self._nets[where], "net")
         try:
             done = subprocess.run(argv, input=text, capture_output=True, text=True, pass_fds=tuple(self._nets.values()))
         except FileNotFoundError:
@@ -72,13 +71,13 @@ class Holder:
 
     def read(self, where: int, path: str) -> dict[str, Any]:
         """Return a file of /proc as seen from inside a network namespace."""
-        kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
+        kernel.setns(self._nets[where], "net")
         with open(path) as file:
             return {"text": file.read()}
 
     def configure(self, where: int, devices: list[str], settings: dict[str, str]) -> dict[str, Any]:
         """Turn the offloads of devices off and write kernel settings; return the settings that failed."""
-        kernel.setns(self._nets[where], kernel.CLONE_NEWNET)
+        kernel.setns(self._nets[where], "net")
         for device in devices:
             kernel.offloads_off(device)
         refused = []
@@ -98,9 +97,8 @@ class Holder:
         if middle == 0:
             try:
                 os.close(reader)
-                kernel.setns(self._nets[host], kernel.CLONE_NEWNET)
-                flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC
-                kernel.unshare(flags)
+                kernel.setns(self._nets[host], "net")
+                kernel.unshare("pid", "mnt", "uts", "ipc")
                 pid = os.fork()
                 if pid == 0:
                     host_init(host, self._hosts_file, writer)
@@ -165,10 +163,7 @@ def serve(control: socket.socket, owner: int, mode: str, hosts_file: str) -> Non
         stream.flush()
         while not (ready := poller.poll(1000)):
             reap()
-        if any(descriptor == owner for descriptor, _ in ready):
-            return
-        line = stream.readline()
-        if not line:
+        if any(descriptor == owner for descriptor, _ in ready) or not (line := stream.readline()):
             return
         request = json.loads(line)
         try:
@@ -184,13 +179,13 @@ def remove_files(*paths: str) -> None:
             os.unlink(path)
 
 
-def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: str) -> None:
+def main(control: socket.socket, owner_pid: int, hosts_file: str, run_file: str) -> None:
     """Create the namespaces and fork: the child serves the lab, this process waits for it."""
     os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:  # the owner was killed while the holder started
-        return remove_files(hosts_file, *leftovers)
+        return remove_files(hosts_file, run_file)
     try:
         mode = isolate()
     except OSError as error:
@@ -208,7 +203,7 @@ def main(control: socket.socket, owner_pid: int, hosts_file: str, *leftovers: st
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             serve(control, owner, mode, hosts_file)
     finally:
-        remove_files(hosts_file, *leftovers)
+        remove_files(hosts_file, run_file)
         os._exit(0)
 
 

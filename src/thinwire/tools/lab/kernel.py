@@ -9,20 +9,12 @@ import os
 import socket
 import struct
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
+# The flags of namespaces, by their names in /proc. They are joined in this order: the user namespace comes first,
+# because joining it gives the rights to join the others.
+NAMESPACES = {"user": 1 << 28, "net": 1 << 30, "ipc": 1 << 27, "uts": 1 << 26, "pid": 1 << 29, "mnt": 1 << 17}
 
-MS_BIND = 0x1000
-MS_REC = 0x4000
-MS_SLAVE = 0x80000
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_DUMPABLE = 4
-
+MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _SIOCETHTOOL = 0x8946
 # Commands that set TCP segmentation, generic segmentation and generic receive offload.
 _ETHTOOL_OFFLOADS = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}
@@ -41,14 +33,14 @@ def _call(name: str, *arguments: object) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def unshare(flags: int) -> None:
-    """Move this process into new namespaces; CLONE_NEWPID applies to its future children."""
-    _call("unshare", flags)
+def unshare(*kinds: str) -> None:
+    """Move this process into new namespaces; a PID namespace applies to its future children."""
+    _call("unshare", sum(NAMESPACES[kind] for kind in kinds))
 
 
-def setns(descriptor: int, kind: int) -> None:
-    """Move this process into an open namespace; CLONE_NEWPID applies to its future children."""
-    _call("setns", descriptor, kind)
+def setns(descriptor: int, kind: str) -> None:
+    """Move this process into an open namespace; a PID namespace applies to its future children."""
+    _call("setns", descriptor, NAMESPACES[kind])
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0) -> None:

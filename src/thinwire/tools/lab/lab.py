@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from thinwire.errors import LabError
@@ -62,9 +61,7 @@ class Lab:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -95,13 +92,10 @@ class Lab:
     def _build(self, spaces: Namespaces) -> None:
         spaces.boot(self.hosts)
         everyone = range(self.hosts)
-        peers = {host: str(spaces.ask("peer", host=host)["path"]) for host in everyone}
-        spaces.batch(SWITCH, ["ip", "-batch", "-"], shaping.switch_lines(peers))
-        spaces.batch(SWITCH, ["bridge", "-batch", "-"], shaping.forwarding_lines(self.hosts))
-        ports = [f"h{host}" for host in everyone]
-        spaces.ask("configure", where=SWITCH, devices=ports, settings=shaping.settings())
+        spaces.wire(self.hosts)
+        spaces.ask("configure", where=SWITCH, devices=[f"h{host}" for host in everyone], settings=shaping.SETTINGS)
         for host in everyone:
-            spaces.ask("configure", where=host, devices=[INTERFACE], settings=shaping.settings())
+            spaces.ask("configure", where=host, devices=[INTERFACE], settings=shaping.SETTINGS)
             spaces.batch(host, ["ip", "-batch", "-"], shaping.host_lines(host, self.hosts))
         if any(self._losses):
             self._apply_losses()
@@ -130,9 +124,8 @@ class Lab:
                 self._shape(list(range(self.hosts)))
             except LabError:
                 self._netem_loss = False
-                raise LabError(
-                    f"packet loss needs nftables, or a kernel with netem: install nftables ({no_nft})"
-                ) from None
+                advice = f"packet loss needs nftables, or a kernel with netem: install nftables ({no_nft})"
+                raise LabError(advice) from None
 
     @property
     def _spaces(self) -> Namespaces:
@@ -172,19 +165,12 @@ class Lab:
 
     def counters(self) -> list[HostTraffic]:
         """Return the traffic of each host since the lab started, as the kernel counted it."""
-        text = self._spaces.ask("read", where=SWITCH, path="/proc/net/dev")["text"]
-        return parse_counters(text, self.hosts)
+        return parse_counters(self._spaces.ask("read", where=SWITCH, path="/proc/net/dev")["text"], self.hosts)
 
     def environment(self, host: int) -> dict[str, str]:
         """Return the environment variables that every process of a host gets in addition to the caller's."""
-        lab = {
-            "name": self.name,
-            "host": host,
-            "hosts": self.hosts,
-            "rate": str(self.rates[host]),
-            "loss": self._losses[host],
-            "delay": self.delay,
-        }
+        lab: dict[str, Any] = {"name": self.name, "host": host, "hosts": self.hosts, "rate": str(self.rates[host])}
+        lab |= {"loss": self._losses[host], "delay": self.delay}
         interface = {f"{user}_SOCKET_IFNAME": INTERFACE for user in ("GLOO", "TP", "NCCL")}
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "THINWIRE_LAB": json.dumps(lab), **interface}
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import IO, Any
 
 _KEPT_LINES = 2000
 _PATIENCE = 3.0  # seconds between SIGINT, SIGTERM and SIGKILL
@@ -38,10 +38,8 @@ class HostTraffic:
 
 def parse_counters(text: str, hosts: int) -> list[HostTraffic]:
     """Return each host's traffic from the switch's /proc/net/dev: what port h3 received is what host 3 sent."""
-    ports = {}
-    for line in text.splitlines()[2:]:
-        name, _, figures = line.partition(":")
-        ports[name.strip()] = [int(figure) for figure in figures.split()]
+    rows = (line.partition(":") for line in text.splitlines()[2:])
+    ports = {name.strip(): [int(figure) for figure in figures.split()] for name, _, figures in rows}
     counted = [ports[f"h{host}"] for host in range(hosts)]
     return [HostTraffic(port[0], port[1], port[8], port[9]) for port in counted]
 
@@ -73,6 +71,7 @@ class RunResult:
 class _Job:
     host: int
     process: "subprocess.Popen[bytes]"
+    stream: IO[bytes]
     began: float
     ended: float = 0.0
     cpu: float = 0.0
@@ -88,9 +87,7 @@ class Launch:
     """The processes of one run."""
 
     def __init__(self, *, timeout: float | None, output: Callable[[int, str], None] | None, grace: float) -> None:
-        self._timeout = timeout
-        self._output = output
-        self._grace = grace
+        self._timeout, self._output, self._grace = timeout, output, grace
         self._began = time.monotonic()
         self._jobs: list[_Job] = []
         self._lines: dict[int, deque[str]] = {}
@@ -101,15 +98,14 @@ class Launch:
 
     def add(self, host: int, process: "subprocess.Popen[Any]") -> None:
         """Add a process that was just started with the options PIPED."""
-        job = _Job(host, process, time.monotonic())
+        assert process.stdout is not None
+        job = _Job(host, process, process.stdout, time.monotonic())
         self._jobs.append(job)
         self._lines.setdefault(host, deque(maxlen=_KEPT_LINES))
         self._running += 1
-        assert job.process.stdout is not None
-        os.set_blocking(job.process.stdout.fileno(), False)
-        self._selector.register(job.process.stdout, selectors.EVENT_READ, (self._read, job))
-        handle = os.pidfd_open(job.process.pid)
-        self._selector.register(handle, selectors.EVENT_READ, (self._reap, job))
+        os.set_blocking(job.stream.fileno(), False)
+        self._selector.register(job.stream, selectors.EVENT_READ, (self._read, job))
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (self._reap, job))
 
     def wait(self) -> None:
         """Wait until all processes have ended; stop them after a failure, a timeout or Ctrl-C."""
@@ -136,13 +132,9 @@ class Launch:
                 self._signal(number)
                 self._serve_until(time.monotonic() + _PATIENCE)
         for job in self._jobs:
-            self._read(None, job)  # output written just before the process ended
+            self._read(-1, job)  # output written just before the process ended
             self._emit(job, b"\n" if job.partial else b"")
-            assert job.process.stdout is not None
-            if not job.process.stdout.closed:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(job.process.stdout)
-                job.process.stdout.close()
+            self._close(job)
 
     def result(self, traffic: list[HostTraffic]) -> RunResult:
         """Return the results; call it after all processes have ended."""
@@ -186,19 +178,21 @@ class Launch:
             action, job = key.data
             action(key.fd, job)
 
-    def _read(self, _: int | None, job: _Job) -> None:
-        stream = job.process.stdout
-        assert stream is not None
-        while not stream.closed:
+    def _read(self, _: int, job: _Job) -> None:
+        while not job.stream.closed:
             try:
-                data = os.read(stream.fileno(), 1 << 16)
+                data = os.read(job.stream.fileno(), 1 << 16)
             except BlockingIOError:
                 return
             if not data:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(stream)
-                stream.close()
+                self._close(job)
             self._emit(job, data)
+
+    def _close(self, job: _Job) -> None:
+        if not job.stream.closed:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(job.stream)
+            job.stream.close()
 
     def _emit(self, job: _Job, data: bytes) -> None:
         *lines, job.partial = (job.partial + data).split(b"\n")
@@ -208,8 +202,7 @@ class Launch:
             if self._output is not None:
                 self._output(job.host, text)
 
-    def _reap(self, handle: int | None, job: _Job) -> None:
-        assert handle is not None
+    def _reap(self, handle: int, job: _Job) -> None:
         self._selector.unregister(handle)
         os.close(handle)
         _, status, usage = os.wait4(job.process.pid, 0)

@@ -22,7 +22,7 @@ from rich.table import Table
 from thinwire.errors import LabError
 from thinwire.tools.lab.lab import Lab
 from thinwire.tools.lab.shaping import FRAME
-from thinwire.tools.lab.units import format_rate, parse_rate
+from thinwire.tools.lab.units import parse_rate
 
 _PAYLOAD = 1448  # bytes of data in a full frame, with TCP timestamps
 _WARM_UP = 1.0  # seconds that a goodput leaves out, while TCP raises its rate
@@ -60,20 +60,21 @@ def tcp_sink(port: int, seconds: float) -> dict[str, float]:
                 return {"bits_per_second": 8 * (total - at_mark) / (now - marked), "bytes": total}
 
 
-def tcp_source(address: str, port: int) -> None:
-    """Send to a sink, which may not listen yet, until it closes the connection."""
-    buffer = bytes(_CHUNK)
-    with _connected(address, port) as connection, contextlib.suppress(ConnectionError):
-        while True:
-            connection.sendall(buffer)
-
-
-def _connected(address: str, port: int) -> socket.socket:
-    while True:
+def tcp_source(address: str, port: int, control: str = "") -> None:
+    """Send until the sink closes the connection, with a congestion control; the sink has 60 s to listen."""
+    buffer, end = bytes(_CHUNK), time.monotonic() + 60
+    while time.monotonic() < end:
         try:
-            return socket.create_connection((address, port), timeout=30)
-        except ConnectionRefusedError:
+            connection = socket.create_connection((address, port), timeout=30)
+        except OSError:
             time.sleep(0.02)
+            continue
+        if control:  # otherwise the machine's default
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+        with connection, contextlib.suppress(OSError):
+            while True:
+                connection.sendall(buffer)
+        return
 
 
 def udp_sink(port: int) -> dict[str, float]:
@@ -115,13 +116,6 @@ _ROLES: dict[str, Callable[..., dict[str, float] | None]] = {
 }
 
 
-def play(role: str, arguments: str) -> None:
-    """Run one source or sink in this process; a sink prints its figures as a line of JSON."""
-    figures = _ROLES[role](*json.loads(arguments))
-    if figures is not None:
-        print(json.dumps(figures))
-
-
 def _start(lab: Lab, host: int, role: Callable[..., Any], *arguments: Any, **options: Any) -> "subprocess.Popen[Any]":
     argv = [sys.executable, "-m", "thinwire.tools.lab.measure", role.__name__, json.dumps(arguments)]
     return lab.popen(host, argv, **options)
@@ -137,13 +131,9 @@ def _answer(process: "subprocess.Popen[Any]", timeout: float) -> dict[str, float
 
 def goodput(lab: Lab, pairs: list[tuple[int, int]], *, seconds: float = 4.0) -> list[float]:
     """Return the TCP goodput in bits per second from sender to receiver, for all pairs at the same time."""
-    sinks = []
-    for number, (_, receiver) in enumerate(pairs):
-        sinks.append(_start(lab, receiver, tcp_sink, 5000 + number, seconds, stdout=subprocess.PIPE))
-    sources = [
-        _start(lab, sender, tcp_source, lab.address(receiver), 5000 + number)
-        for number, (sender, receiver) in enumerate(pairs)
-    ]
+    flows = [(port, *pair) for port, pair in enumerate(pairs, 5000)]
+    sinks = [_start(lab, receiver, tcp_sink, port, seconds, stdout=subprocess.PIPE) for port, _, receiver in flows]
+    sources = [_start(lab, sender, tcp_source, lab.address(receiver), port) for port, sender, receiver in flows]
     figures = [_answer(sink, seconds + 60)["bits_per_second"] for sink in sinks]
     for source in sources:
         source.wait(timeout=60)
@@ -174,19 +164,17 @@ def _goodputs() -> Iterator[LabFigure]:
         ("500mbit", [(0, 1), (1, 0)], 0.08),
         ("1gbit", [(0, 1)], 0.15),
     ):
-        bits = parse_rate(rate)
-        assert bits is not None
-        expected = bits * _PAYLOAD / FRAME / 1e6
+        expected = (parse_rate(rate) or 0) * _PAYLOAD / FRAME / 1e6
         with Lab(2, rate=rate) as lab:
             measured = [figure / 1e6 for figure in goodput(lab, pairs)]
             packet = mean_packet(lab)
         how = "both ways at once" if len(pairs) == 2 else "one way"
         for (sender, receiver), figure in zip(pairs, measured, strict=True):
-            what = f"TCP goodput h{sender} to h{receiver}, {format_rate(bits)}, {how}"
+            what = f"TCP goodput h{sender} to h{receiver}, {rate}, {how}"
             met = abs(figure / expected - 1) <= tolerance
             yield LabFigure(what, expected, figure, "Mbit/s", f"within {tolerance:.0%}", met)
-        what = f"bytes per packet at {format_rate(bits)}"
-        yield LabFigure(what, FRAME, packet, "bytes", f"at most {FRAME}", packet <= FRAME)
+        met = packet <= FRAME
+        yield LabFigure(f"bytes per packet at {rate}", FRAME, packet, "bytes", f"at most {FRAME}", met)
 
 
 def _losses() -> Iterator[LabFigure]:
@@ -240,6 +228,8 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in _ROLES:
-        play(*sys.argv[1:])
+        # One source or sink on a host; a sink prints its figures as a line of JSON.
+        if (figures := _ROLES[sys.argv[1]](*json.loads(sys.argv[2]))) is not None:
+            print(json.dumps(figures))
     else:
         typer.run(main)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import LabError
+from thinwire.tools.lab import shaping
 from thinwire.tools.lab.registry import RunFile
 
 _HERE = Path(__file__).parent
@@ -33,14 +34,9 @@ class Namespaces:
         argv = [*_PYTHON, str(_HERE / "holder.py"), str(theirs.fileno()), str(os.getpid())]
         argv += [str(run_file.hosts_path), str(run_file.path)]
         with theirs:
+            silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             self._process = subprocess.Popen(
-                argv,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd="/",
+                argv, pass_fds=[theirs.fileno()], start_new_session=True, cwd="/", **silent
             )
         self._stream = self._control.makefile("rw")
         run_file.write(self._process.pid)
@@ -48,13 +44,18 @@ class Namespaces:
             self.mode = str(self._answer()["mode"])
         except LabError as error:
             self.close()
-            raise LabError(
-                f"this machine does not allow network namespaces ({error}): run 'thinwire lab --check' for details"
-            ) from None
+            why = f"this machine does not allow network namespaces ({error}): run 'thinwire lab --check' for details"
+            raise LabError(why) from None
 
     def boot(self, hosts: int) -> None:
         """Create the hosts."""
         self._inits = self.ask("boot", hosts=hosts)["inits"]
+
+    def wire(self, hosts: int) -> None:
+        """Build the switch and connect every host to it."""
+        peers = [self.ask("peer", host=host)["path"] for host in range(hosts)]
+        self.batch(SWITCH, ["ip", "-batch", "-"], shaping.switch_lines(peers))
+        self.batch(SWITCH, ["bridge", "-batch", "-"], shaping.forwarding_lines(hosts))
 
     def reboot(self, host: int) -> None:
         """Kill all processes of a host; new ones can be started afterwards."""
@@ -78,10 +79,9 @@ class Namespaces:
             return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        try:
+        line = ""
+        with contextlib.suppress(OSError):
             line = self._stream.readline()
-        except OSError:
-            line = ""
         if not line:
             raise LabError("the lab has ended: its holder process was killed")
         answer: dict[str, Any] = json.loads(line)

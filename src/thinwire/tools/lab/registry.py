@@ -16,6 +16,8 @@ from typing import Any
 
 from thinwire.errors import LabError
 
+_SPACE = "/proc/self/ns/pid"
+
 
 def directory() -> Path:
     """Return the directory of run files, which only this user may read."""
@@ -38,10 +40,6 @@ def started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _space() -> str:
-    return os.readlink("/proc/self/ns/pid")
-
-
 class RunFile:
     """The run file of one lab and the hosts file beside it."""
 
@@ -57,7 +55,7 @@ class RunFile:
     def write(self, holder: int) -> None:
         """Record the processes that own and hold the lab."""
         owner = os.getpid()
-        entry = {"owner": [owner, started(owner)], "holder": [holder, started(holder)], "space": _space()}
+        entry = {"owner": [owner, started(owner)], "holder": [holder, started(holder)], "space": os.readlink(_SPACE)}
         self.path.write_text(json.dumps(entry))
 
     def remove(self) -> None:
@@ -78,7 +76,8 @@ def _entries() -> Iterator[tuple[Path, dict[str, Any]]]:
             except FileNotFoundError:  # the lab has closed in the meantime
                 continue
             entry = {"owner": [pid, started(pid) if age < 60 else None]}
-        if entry.get("space", _space()) == _space():  # PIDs of another PID namespace mean other processes
+        space = os.readlink(_SPACE)
+        if entry.get("space", space) == space:  # PIDs of another PID namespace mean other processes
             yield path, entry
 
 
@@ -92,10 +91,9 @@ def clean() -> list[str]:
     for path, entry in _entries():
         if _alive(entry.get("owner")):
             continue
-        holder = entry.get("holder")
-        if holder and _alive(holder):
+        if _alive(entry.get("holder")):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(holder[0], signal.SIGKILL)
+                os.kill(entry["holder"][0], signal.SIGKILL)
         path.unlink(missing_ok=True)
         path.with_suffix(".json").unlink(missing_ok=True)
         removed.append(path.stem)

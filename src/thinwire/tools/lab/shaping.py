@@ -3,7 +3,7 @@
 A token bucket in each direction limits the rate. One random number per packet decides about loss.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # Bytes of a full Ethernet frame as the kernel counts them, without the checksum: a packet of 1500 and a header of 14.
 FRAME = 1514
@@ -19,6 +19,13 @@ _BURST_SECONDS = 0.001
 _BURST_FRAMES = _BUNDLE + 1
 # Loss is drawn in parts per million.
 _DICE = 1_000_000
+# Kernel settings of a namespace by path. They turn off IPv6, TCP's saved metrics of earlier connections, and the pass
+# of bridged packets through the IP firewall, which costs time even without rules.
+SETTINGS = {
+    **{f"/proc/sys/net/bridge/bridge-nf-call-{tables}": "0" for tables in ("iptables", "ip6tables", "arptables")},
+    **{f"/proc/sys/net/ipv6/conf/{devices}/disable_ipv6": "1" for devices in ("all", "default")},
+    "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
+}
 
 
 def bucket(rate: int) -> str:
@@ -33,8 +40,7 @@ def queue_lines(device: str, rate: int | None, *, delay: float = 0.0, loss: floa
     if not delay and not loss:
         return [f"qdisc replace dev {device} root {f'handle 1: {bucket(rate)}' if rate else 'handle 2: noqueue'}"]
     # The queue must hold all delayed packets, or netem drops them.
-    waiting = 1000 + round((rate or 10**10) / 8 / FRAME * delay)
-    how = f"netem limit {waiting}"
+    how = f"netem limit {1000 + round((rate or 10**10) / 8 / FRAME * delay)}"
     how += f" delay {round(delay * 1e6)}us" if delay else ""
     how += f" loss {loss * 100:g}%" if loss else ""
     lines = [f"qdisc replace dev {device} root handle 3: {how}"]
@@ -64,28 +70,20 @@ def loss_rules(losses: Mapping[int, float]) -> str:
     )
 
 
-def switch_lines(peers: Mapping[int, str]) -> list[str]:
+def switch_lines(peers: Sequence[str]) -> list[str]:
     """Return the ip batch lines that build the switch and one cable to each host's namespace."""
     lines = ["link add switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0", "link set switch up"]
-    for host, path in peers.items():
+    for host, path in enumerate(peers):
         # TCP builds packets of many segments even where a device has no offloads, unless their size is limited.
-        lines += [
-            f"link add h{host} gso_max_segs 1 type veth peer name eth0 gso_max_segs {_BUNDLE}"
-            f" address {hardware(host)} netns {path}",
-            f"link set h{host} master switch up",
-        ]
+        peer = f"peer name eth0 gso_max_segs {_BUNDLE} address {hardware(host)} netns {path}"
+        lines += [f"link add h{host} gso_max_segs 1 type veth {peer}", f"link set h{host} master switch up"]
     return lines
 
 
 def forwarding_lines(hosts: int) -> list[str]:
     """Return the bridge batch lines that give the switch every host's port, so that it floods no packets."""
-    lines = []
-    for host in range(hosts):
-        lines += [
-            f"link set dev h{host} learning off flood off mcast_flood off",
-            f"fdb add {hardware(host)} dev h{host} master static",
-        ]
-    return lines
+    quiet = [f"link set dev h{host} learning off flood off mcast_flood off" for host in range(hosts)]
+    return quiet + [f"fdb add {hardware(host)} dev h{host} master static" for host in range(hosts)]
 
 
 def host_lines(host: int, hosts: int) -> list[str]:
@@ -106,19 +104,3 @@ def address(host: int) -> str:
 def hardware(host: int) -> str:
     """Return a host's Ethernet address (locally administered)."""
     return f"02:77:00:00:00:{host + 1:02x}"
-
-
-def settings() -> dict[str, str]:
-    """Return the kernel settings of a namespace by path.
-
-    They turn off IPv6, TCP's saved metrics of earlier connections, and the pass of bridged packets through the IP
-    firewall, which costs time even without rules.
-    """
-    return {
-        "/proc/sys/net/bridge/bridge-nf-call-iptables": "0",
-        "/proc/sys/net/bridge/bridge-nf-call-ip6tables": "0",
-        "/proc/sys/net/bridge/bridge-nf-call-arptables": "0",
-        "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1",
-        "/proc/sys/net/ipv6/conf/default/disable_ipv6": "1",
-        "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
-    }

@@ -9,8 +9,6 @@ _PREFIXES |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(?:([kmgt]i?)?(bit|bps))?")
 _DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_SLOWEST = 8000
-_FASTEST = 10**12
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,7 @@ def parse_rate(text: str | int | None) -> int | None:
     """Turn `100mbit` (also kbit, gbit, mibit), or a number of bits, into bits per second; `none` is unlimited."""
     if text is None or text == "none":
         return None
-    match = _RATE.fullmatch(str(text).strip().lower())
-    if not match:
+    if not (match := _RATE.fullmatch(str(text).strip().lower())):
         raise ValueError(f"the rate '{text}' is not understood; write a number and a unit, such as 10mbit, or none")
     number, prefix, unit = match.groups()
     if unit is None and isinstance(text, str):
@@ -39,7 +36,7 @@ def parse_rate(text: str | int | None) -> int | None:
     if unit == "bps":  # tc reads it as bytes, most people as bits
         raise ValueError(f"the rate '{text}' may mean bits or bytes per second; write bits: {number}{prefix or ''}bit")
     bits = float(number) * _PREFIXES[prefix or ""]
-    if not _SLOWEST <= bits <= _FASTEST:
+    if not 8000 <= bits <= 10**12:
         raise ValueError(f"the rate '{text}' is out of range; a rate is from 8kbit to 1tbit")
     return round(bits)
 
@@ -49,9 +46,8 @@ def parse_rates(text: "str | int | Rates | None") -> Rates:
     if isinstance(text, Rates):
         return text
     if isinstance(text, str) and "/" in text:
-        up, _, down = text.partition("/")
         try:
-            return Rates(parse_rate(up), parse_rate(down))
+            return Rates(*map(parse_rate, text.split("/", 1)))
         except ValueError as error:
             raise ValueError(f"{error} (in '{text}': up/down)") from None
     rate = parse_rate(text)
