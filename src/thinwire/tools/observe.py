@@ -23,13 +23,8 @@ def gradient_histogram(step: int, layer: str, gradient: "Tensor", *, per_decade:
     used = [place for place, count in enumerate(counts) if count]
     first, last = (used[0], used[-1]) if used else (0, -1)
     edges = [10 ** (-12 + place / per_decade) for place in range(first, last + 2)] if used else []
-    return Histogram(
-        step=step,
-        layer=layer,
-        edges=edges,
-        counts=counts[first : last + 1],
-        zeros=magnitudes.numel() - found.numel(),
-    )
+    zeros = magnitudes.numel() - found.numel()
+    return Histogram(step=step, layer=layer, edges=edges, counts=counts[first : last + 1], zeros=zeros)
 
 
 def describe_machine() -> str:
@@ -69,19 +64,16 @@ class TensorBoardMirror:
     def __call__(self, event: Event) -> None:
         """Write the scalars of one event."""
         scalars: dict[str, float] = {}
-        step = 0
         if isinstance(event, Step):
-            step = event.step
             scalars = {f"seconds/{name}": getattr(event, name) for name in PHASES}
             scalars |= {f"bytes/{way}": float(getattr(event, f"bytes_{way}")) for way in ("sent", "received")}
             scalars |= {"loss": event.loss, "density": event.density, "residual_norm": event.residual_norm}
         elif isinstance(event, Eval):
-            step, scalars = event.step, {f"{event.metric}/{event.split}": event.value}
+            scalars = {f"{event.metric}/{event.split}": event.value}
         elif isinstance(event, Diagnosis):
-            step = event.step
             scalars = {f"diagnosis/{name}": float(value) for name, value in vars(event).items() if name != "step"}
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, event.step)  # type: ignore[union-attr]
 
     def close(self) -> None:
         """Write what is still buffered."""
