@@ -15,10 +15,8 @@ import thinwire
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.command import app as bench
 from thinwire.tools.lab.command import lab_command
-from thinwire.tools.race.advise_command import advise_command
-from thinwire.tools.race.race_command import race_command
+from thinwire.tools.race.commands import advise_command, race_command, train_command
 from thinwire.tools.race.serve_command import serve_command, work_command
-from thinwire.tools.race.train_command import train_command
 from thinwire.tools.recipes.command import recipes
 from thinwire.tools.report.command import report
 from thinwire.tools.simulate.command import app as simulate

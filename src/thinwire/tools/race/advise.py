@@ -443,6 +443,11 @@ class AdviceReport:
     command: str
 
     @property
+    def title(self) -> str:
+        """The title of the table and the page."""
+        return f"{self.subject}: {self.workers} workers at {self.wire.shown}"
+
+    @property
     def settings(self) -> tuple[Setting, ...]:
         """All methods with all exchanges that were considered."""
         return (DENSE, FP16, *self.figures.settings)
@@ -496,7 +501,7 @@ class AdviceReport:
         write_page(
             path,
             "advice",
-            title=f"{self.subject}: {self.workers} workers at {self.wire.shown}",
+            title=self.title,
             verdict=self.advice.verdict,
             facts={
                 "model": self.subject,
