@@ -18,7 +18,7 @@ from thinwire.tools.race.config import TrainConfig, load_config, print_option
 
 if TYPE_CHECKING:
     from thinwire.tools.race.launch import ClusterSpec
-    from thinwire.tools.race.race import LossRace, LossResult, Result
+    from thinwire.tools.race.race import LossResult, Result
     from thinwire.tools.race.training import Work
     from thinwire.tools.recipes.recipe import Recipe
 
@@ -52,7 +52,8 @@ def race_command(
 ) -> None:
     """Train a recipe with each method, or over each transport, on the same network."""
     from thinwire.tools.race.launch import ClusterSpec, make_plan
-    from thinwire.tools.race.race import LossRace, ways
+    from thinwire.tools.race.race import race_transports, ways
+    from thinwire.tools.race.served import ServedWork, ServerSettings
     from thinwire.tools.race.training import Work, with_infinite
     from thinwire.tools.recipes import get_recipe
 
@@ -79,7 +80,10 @@ def race_command(
     place = ClusterSpec(workers, options.link_rate(rate), options.invocation())
     if transport is not None:
         lasting = plan if target is not None else replace(plan, target=None)  # all make the same number of steps
-        _race_transports(LossRace(made, recipe, data, lasting, place, compared, method), logs, json_file, report)
+        settings = ServerSettings(lasting, workers=workers, method=method, pull_method=method)
+        with _folder(logs) as folder:
+            raced = race_transports(made, ServedWork(recipe, data, settings), place, compared, Path(folder))
+        _show_transports(raced, json_file, report)
     else:
         runs = with_infinite([(name, seed) for seed in range(seeds) for name in names])
         _race_methods(made, Work(recipe, data, tuple(runs), plan), place, logs, json_file, report)
@@ -125,11 +129,9 @@ def _show(result: "Result", json_file: Path | None) -> None:
     Console().print(options.table_of(rows, title=f"{result.recipe}: {result.place}", caption=caption))
 
 
-def _race_transports(race: "LossRace", logs: Path | None, json_file: Path | None, report: Path | None) -> None:
-    with _folder(logs) as folder:
-        result = race.run(Path(folder))
+def _show_transports(result: "LossResult", json_file: Path | None, report: Path | None) -> None:
     options.write_json(json_file, result.to_json())
-    title = f"{result.recipe}: {race.place}"
+    title = f"{result.recipe}: {result.place}"
     Console().print(options.table_of(result.rows(), title=title, caption="sent: per worker and step"))
     rows = [{heading.capitalize(): text for heading, text in row.items()} for row in result.rows()]
     _conclude(result, report, title=f"{title}, with lost packets", table=rows)
@@ -245,9 +247,10 @@ def train_command(
         training = DdpTraining(made, Work(recipe, chosen.data, runs, plan), place, path, chosen.tensorboard)
         end = training.run_under_torchrun() if "RANK" in os.environ else training.run()
     if end is not None:  # None: rank 0 shows the end
+        result, sentence = end
         console, caption = Console(highlight=False), "MB: sent per worker and step"
-        console.print(options.table_of([end.result.row()], title=f"{made.name}: {place}", caption=caption))
-        console.print(end.sentence)
+        console.print(options.table_of([result.row()], title=f"{made.name}: {place}", caption=caption))
+        console.print(sentence)
         console.print(f"The log is {path}; thinwire report {path} makes a page of it.")
 
 

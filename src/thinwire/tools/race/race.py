@@ -5,7 +5,7 @@ race; communication overhead = step time / step time without communication - 1.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,7 +16,7 @@ from thinwire.tools.events import EventLog, RunLog, read_log
 from thinwire.tools.lab.units import parse_loss
 from thinwire.tools.options import listed
 from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
-from thinwire.tools.race.served import ServedWork, ServerSettings
+from thinwire.tools.race.served import ServedWork
 from thinwire.tools.race.train import MethodResult, ServedTraining, describe_run
 from thinwire.tools.race.training import Plan, Work
 from thinwire.tools.recipes.recipe import Recipe
@@ -254,36 +254,19 @@ class LossResult:
         ]
 
 
-@dataclass(frozen=True)
-class LossRace:
-    """A race between transports; `name` is what the command line calls the recipe."""
-
-    recipe: Recipe
-    name: str
-    data: Path | None
-    plan: Plan
-    place: ClusterSpec
-    ways: Sequence[Way]
-    method: str = "topk1"
-
-    def run(self, logs: Path) -> LossResult:
-        """Run one training after the other, with a log for each in the folder `logs`."""
-        found, runs = [], []
-        for way in self.ways:
-            settings = ServerSettings(
-                self.plan,
-                workers=self.place.workers,
-                method=self.method,
-                pull_method=self.method,
-                transport=way.transport,
-                on_loss=way.on_loss,
-            )
-            path = logs / f"{way.name}-{way.loss.rstrip('%')}.jsonl"
-            work = ServedWork(self.name, self.data, settings)
-            ServedTraining(self.recipe, work, self.place, path, way.loss, label=f"{way.name} {way.loss}").run()
-            found.append(read_log(path))
-            runs.append(_transport_result(way, found[-1]))
-        return LossResult(self.place, self.recipe.name, self.recipe.metric, runs, found)
+def race_transports(
+    recipe: Recipe, work: ServedWork, place: ClusterSpec, ways: Sequence[Way], logs: Path
+) -> LossResult:
+    """Run one training after the other, with a log for each in the folder `logs`."""
+    found, runs = [], []
+    for way in ways:
+        settings = replace(work.settings, transport=way.transport, on_loss=way.on_loss)
+        path = logs / f"{way.name}-{way.loss.rstrip('%')}.jsonl"
+        label = f"{way.name} {way.loss}"
+        ServedTraining(recipe, replace(work, settings=settings), place, path, way.loss, label).run()
+        found.append(read_log(path))
+        runs.append(_transport_result(way, found[-1]))
+    return LossResult(place, recipe.name, recipe.metric, runs, found)
 
 
 def _transport_result(way: Way, log: RunLog) -> TransportResult:
