@@ -62,14 +62,13 @@ def make_plan(
     passes = epochs if epochs is not None else defaults.epochs
     if not 0.0 < passes < math.inf:
         raise ValueError(f"the number of epochs must be above 0, not {passes}")
-    steps = max_steps if max_steps is not None else max(1, round(passes * order.steps_per_epoch))
     # Every quarter of an epoch, but not so often that evaluation takes longer than training.
     usual = max(5, order.steps_per_epoch // 4)
     return Plan(
         batch=chosen,
         lr=lr if lr is not None else defaults.lr,
         momentum=defaults.momentum,
-        max_steps=steps,
+        max_steps=max_steps if max_steps is not None else max(1, round(passes * order.steps_per_epoch)),
         target=goal,
         evaluate_every=evaluate_every if evaluate_every is not None else usual,
         checkpoint=checkpoint,
@@ -80,16 +79,6 @@ def make_plan(
 
 class WorkFailed(ThinwireError):
     """A worker failed; the message says which and why."""
-
-
-def require_lab_for(rate: str) -> None:
-    """Raise ThinwireError, with what to do, if this machine cannot emulate hosts."""
-    abilities = check()
-    if not ready(abilities):
-        why = "; ".join(f"{a.name}: {a.detail}" for a in abilities if a.required and not a.works)
-        raise ThinwireError(
-            f"this machine cannot emulate hosts at {rate} ({why}): run as root, or use --rate none for plain loopback"
-        )
 
 
 def launch(
@@ -104,7 +93,11 @@ def launch(
         output(host, line)
 
     if rate is not None:
-        require_lab_for(rate)
+        abilities = check()
+        if not ready(abilities):
+            why = "; ".join(f"{a.name}: {a.detail}" for a in abilities if a.required and not a.works)
+            hint = "run as root, or use --rate none for plain loopback"
+            raise ThinwireError(f"this machine cannot emulate hosts at {rate} ({why}): {hint}")
         with Lab(workers, rate=rate, loss=loss) as lab:
             result = lab.run(argv, output=read)
         spoke = list(result.hosts[result.failed].lines) if result.failed is not None else []
@@ -164,7 +157,7 @@ class RunProgress:
         self._names, self._totals, self._metric = list(names), list(totals), metric
         self._console = console if console is not None else Console(stderr=True)
         self._bars = self._make_bars() if self._console.is_terminal else None
-        self._tasks: list[TaskID] = self._make_tasks(self._bars) if self._bars is not None else []
+        self._tasks = self._make_tasks(self._bars) if self._bars is not None else []
         self._began: dict[int, float] = {}
         self._said = time.monotonic()
         self._step = [0] * len(names)
@@ -184,12 +177,12 @@ class RunProgress:
 
     def _make_tasks(self, bars: Progress) -> list[TaskID]:
         """Make a bar for each run; the runs without communication share one."""
-        tasks: dict[int, TaskID] = {}
-        first = self._names.index("infinite") if "infinite" in self._names else -1
+        tasks: list[TaskID] = []
         for number, (name, total) in enumerate(zip(self._names, self._totals, strict=True)):
-            shared = name == "infinite" and number != first
-            tasks[number] = tasks[first] if shared else bars.add_task(name, total=total, start=False, news="waiting")
-        return list(tasks.values())
+            first = self._names.index(name) if name == "infinite" else number
+            shared = first != number
+            tasks.append(tasks[first] if shared else bars.add_task(name, total=total, start=False, news="waiting"))
+        return tasks
 
     def __enter__(self) -> "RunProgress":
         if self._bars is not None:
@@ -252,8 +245,7 @@ class Follower:
 
     def read(self, host: int, line: str) -> None:
         """Take in a line that a worker printed; lines that are no events are left out."""
-        found = parse(line)
-        if found is not None:
+        if (found := parse(line)) is not None:
             self.take(*found)
 
     def take(self, run: int, event: Event | str) -> None:
