@@ -136,14 +136,12 @@ def write_json(path: Path | None, figures: Any) -> None:
     """Write figures as JSON to a file, or to stdout if the path is `-`; do nothing if it is None."""
     if path is None:
         return
-    text = json.dumps(figures, indent=1) + "\n"
+    text = json.dumps(figures, indent=1)
     if path == STDOUT:
-        stream = _json_stream if _json_stream is not None else sys.stdout
-        stream.write(text)
-        stream.flush()
+        print(text, file=_json_stream or sys.stdout, flush=True)
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {path} ({error.strerror}): choose another place") from error
 

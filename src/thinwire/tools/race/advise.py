@@ -269,31 +269,25 @@ class ModelFigures:
     spread: float
 
 
-class StepTimer:
-    """Times what all ranks do together; `sync` waits for all ranks, and does nothing in a single process."""
+def _step_timer(sync: Callable[[], None]) -> Callable[[Callable[[], object]], float]:
+    """Return a function that times what all ranks do together; `sync` waits for all ranks."""
 
-    def __init__(self, sync: Callable[[], None]) -> None:
-        self._sync = sync
+    def seconds(work: Callable[[], object]) -> float:
         sync()
         began = time.perf_counter()
-        for _ in range(3):
-            sync()
-        self._own = (time.perf_counter() - began) / 3
-
-    def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds until all ranks have done it."""
-        self._sync()
-        began = time.perf_counter()
         work()
-        self._sync()
-        return max(time.perf_counter() - began - self._own, 1e-7)
+        sync()
+        return time.perf_counter() - began
+
+    own = statistics.mean(seconds(lambda: None) for _ in range(3))
+    return lambda work: max(seconds(work) - own, 1e-7)
 
 
 def measure(
     subject: Subject, methods: Sequence[str], *, steps: int = 10, sync: Callable[[], None] = lambda: None
 ) -> ModelFigures:
     """Time some steps without communication, then each codec on the gradients."""
-    timer = StepTimer(sync)
+    timed = _step_timer(sync)
     filled: list[tuple[int, float]] = []
     parameters = [p for p in subject.model.parameters() if p.requires_grad]
     handles = [
@@ -307,7 +301,7 @@ def measure(
         subject.loss(number).backward()
         subject.optimizer.step()
 
-    taken = [timer.time(partial(step, number)) for number in range(3 + steps)][3:]  # without the warm-up
+    taken = [timed(partial(step, number)) for number in range(3 + steps)][3:]  # without the warm-up
     for handle in handles:
         handle.remove()
     buckets, ready = in_buckets(filled)

@@ -66,17 +66,9 @@ def race_command(
         if rate == "none":
             raise ValueError("--transport needs a --rate: packets are lost in the lab")
     made = get_recipe(recipe)
-    plan = make_plan(  # reports a missing file once, before every worker would
-        made,
-        workers=workers,
-        data=data,
-        batch=batch,
-        lr=lr,
-        target=target,
-        max_steps=max_steps,
-        evaluate_every=evaluate_every,
-        diagnose=diagnose,
-    )
+    names_of_plan = ("workers", "data", "batch", "lr", "target", "max_steps", "evaluate_every", "diagnose")
+    # Reports a missing file once, before every worker would.
+    plan = make_plan(made, **{name: context.params[name] for name in names_of_plan})
     place = ClusterSpec(workers, options.link_rate(rate), options.invocation())
     if transport is not None:
         lasting = plan if target is not None else replace(plan, target=None)  # all make the same number of steps

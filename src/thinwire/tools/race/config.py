@@ -138,7 +138,6 @@ def _read(kind: type[RunConfig], path: Path) -> dict[str, Any]:
 
 
 def _tables(kind: type[RunConfig]) -> dict[str, dict[str, Field[Any]]]:
-    """Return a command's settings by table and name."""
     return {t: {item.name: item for item in fields(kind) if item.metadata["table"] == t} for t in TABLES}
 
 

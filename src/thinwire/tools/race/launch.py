@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -46,11 +47,12 @@ def make_plan(
     max_steps: int | None = None,
     epochs: float | None = None,
     evaluate_every: int | None = None,
-    checkpoint: Path | None = None,
-    resume: bool = False,
-    diagnose: int = 0,
+    **further: Any,
 ) -> Plan:
-    """Return a plan with the recipe's defaults for what is None; ValueError names an impossible value."""
+    """Return a plan with the recipe's defaults for what is None; ValueError names an impossible value.
+
+    further: `checkpoint`, `resume` and `diagnose`, as in Plan.
+    """
     defaults = recipe.defaults
     chosen = batch if batch is not None else defaults.batch
     order = DataOrder(len(recipe.load(data).train), batch=chosen, workers=workers, seed=0)
@@ -71,9 +73,7 @@ def make_plan(
         max_steps=max_steps if max_steps is not None else max(1, round(passes * order.steps_per_epoch)),
         target=goal,
         evaluate_every=evaluate_every if evaluate_every is not None else usual,
-        checkpoint=checkpoint,
-        resume=resume,
-        diagnose=diagnose,
+        **further,
     )
 
 
@@ -122,17 +122,10 @@ def _local(argv: list[str], workers: int, read: Callable[[int, str], None]) -> t
     run = Launch(timeout=None, output=keep, grace=5.0)
     try:
         for rank in range(workers):
-            variables = {
-                "RANK": rank,
-                "WORLD_SIZE": workers,
-                "LOCAL_RANK": rank,
-                "LOCAL_WORLD_SIZE": workers,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            }
-            env = {**os.environ, **{key: str(value) for key, value in variables.items()}}
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            numbers = {name: str(number) for name, number in ranks.items()}
+            env = {"OMP_NUM_THREADS": "1", **os.environ, **numbers, **place}
             run.add(rank, subprocess.Popen(argv, env=env, start_new_session=True, **PIPED))  # type: ignore[call-overload]
         run.wait()
     finally:

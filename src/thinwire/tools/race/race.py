@@ -76,7 +76,6 @@ class Result:
         return f"{said}; use thinwire.attach(model, {setting})."
 
     def _undecided(self, where: str, dense: MethodResult, best: MethodResult) -> str:
-        """Say what is missing for a verdict, and what was measured."""
         if self.target is None:
             why = "no target was set, so the time to an accuracy was not measured"
         else:
@@ -91,7 +90,6 @@ class Result:
 
 
 def _common(result: "Result | LossResult") -> dict[str, Any]:
-    """Return the figures that all races write."""
     return {
         "workers": result.place.workers,
         "rate": result.place.rate or "none",
@@ -112,12 +110,8 @@ class RaceStopped(KeyboardInterrupt):
 
 def run_race(recipe: Recipe, work: Work, place: ClusterSpec, logs: Path, progress: RunProgress | None = None) -> Result:
     """Run all methods and write a log for each into the folder `logs`; RaceStopped if Ctrl-C ends it."""
-    writers = [
-        EventLog(
-            logs / f"{method.replace('+', '-')}-{seed}.jsonl", describe_run(recipe, work.plan, place, method, seed)
-        )
-        for method, seed in work.runs
-    ]
+    runs = [describe_run(recipe, work.plan, place, method, seed) for method, seed in work.runs]
+    writers = [EventLog(logs / f"{run.method.replace('+', '-')}-{run.seed}.jsonl", run) for run in runs]
     try:
         launch(work.command(), place.workers, place.rate, Follower(writers, progress).read)
     except KeyboardInterrupt as error:
@@ -136,10 +130,9 @@ def run_race(recipe: Recipe, work: Work, place: ClusterSpec, logs: Path, progres
 
 def summed_up(recipe: Recipe, plan: Plan, place: ClusterSpec, logs: list[RunLog]) -> Result:
     """Return the results that the logs of a race amount to."""
-    infinite_logs = [log for log in logs if log.run.method == "infinite"]
-    raced = [log for log in logs if log.run.method != "infinite"]
-    infinite = summarise(infinite_logs)[0].step_ms if infinite_logs else None
+    infinite = summarise([log for log in logs if log.run.method == "infinite"])[0].step_ms
     assert infinite is not None, "every race measures steps without communication"
+    raced = [log for log in logs if log.run.method != "infinite"]
     methods = [_method_result(summary, infinite) for summary in summarise(raced)]
     return Result(place, recipe.name, recipe.metric, plan.target, infinite, methods, raced)
 

@@ -184,7 +184,8 @@ def work(
             worker.step()
             traffic, losses = worker.traffic(), worker.losses()
             lost = {name: losses[name] - ways[name] for name in losses}
-            worker.report(**_figures(worker, clock, float(loss.detach()), total, before, traffic), **lost)
+            moved = {f"bytes_{way}": traffic[i] - before[i] for i, way in enumerate(("sent", "received"))}
+            worker.report(**_figures(worker, clock, float(loss.detach()), total), **moved, **lost)
             before, ways = traffic, losses
             on_step()
         if profiler is not None and profile is not None:
@@ -192,11 +193,8 @@ def work(
         return worker.stopped
 
 
-def _figures(
-    worker: Worker, clock: int, loss: float, total: int, before: tuple[int, int], traffic: tuple[int, int]
-) -> dict[str, Any]:
-    times = worker.last
-    layers = range(len(worker.layers))
+def _figures(worker: Worker, clock: int, loss: float, total: int) -> dict[str, Any]:
+    times, layers = worker.last, range(len(worker.layers))
     return {
         "step": clock + 1,
         "loss": loss if math.isfinite(loss) else None,
@@ -207,8 +205,6 @@ def _figures(
         "aggregate": times.aggregate,
         "synchronise": times.synchronise,
         "density": times.sent_entries / total,
-        "bytes_sent": traffic[0] - before[0],
-        "bytes_received": traffic[1] - before[1],
         "waits": [round(times.waits.get(i, 0.0), 6) for i in layers],
         "staleness": [times.staleness.get(i, 0) for i in layers],
     }
