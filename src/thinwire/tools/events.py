@@ -186,8 +186,8 @@ class EventLog:
         if exists and resume_at is None:
             raise LogError(f"the log {path} exists already: remove it or choose another name.")
         self.log = read_log(path) if exists else RunLog(run, path=path)
-        if exists:
-            _drop_torn_line(path)
+        if exists and not (data := path.read_bytes()).endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)  # drops an incomplete last line
         first = Resume(step=resume_at) if exists and resume_at is not None else run
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -323,9 +323,3 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     if type(value) is kind or (kind is float and type(value) is int):
         return kind(value)
     raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
-
-
-def _drop_torn_line(path: Path) -> None:
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)

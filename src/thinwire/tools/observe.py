@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -30,11 +31,9 @@ def gradient_histogram(step: int, layer: str, gradient: "Tensor", *, per_decade:
 def describe_machine() -> str:
     """Describe this machine in one line: processor, cores, system, version of torch."""
     processor = platform.processor() or platform.machine()
-    try:
+    with suppress(OSError):  # not Linux: the architecture is all that is known
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
         processor = names[0].split(":", 1)[1].strip() if names else processor
-    except OSError:
-        pass  # not Linux: the architecture is all that is known
     system = f"{platform.system()} {platform.release()}"
     return f"{processor}, {os.cpu_count()} cores, {system}, torch {metadata.version('torch')}"
 

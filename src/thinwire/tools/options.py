@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -149,11 +149,10 @@ def write_json(path: Path | None, figures: Any) -> None:
 @contextmanager
 def json_lines(path: Path | None) -> Iterator[Callable[[Any], None]]:
     """Yield a function that writes one line of JSON at a time to a file, to stdout (`-`), or nowhere (None)."""
-    if path is None or path == STDOUT:
-        stream = (_json_stream or sys.stdout) if path == STDOUT else None
-        yield lambda figures: None if stream is None else print(json.dumps(figures), file=stream, flush=True)
+    if path is None:
+        yield lambda figures: None
         return
-    with path.open("w", encoding="utf-8") as file:
+    with nullcontext(_json_stream or sys.stdout) if path == STDOUT else path.open("w", encoding="utf-8") as file:
         yield lambda figures: print(json.dumps(figures), file=file, flush=True)
 
 

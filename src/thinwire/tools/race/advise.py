@@ -255,9 +255,8 @@ def _made(name: str) -> Any:
         made = getattr(sys.modules[Path(where).stem if where.endswith(".py") else where], function)()
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
             return made
-        raise RecipeError(
-            f"{name} must return a Recipe, or a model and a function of it to a loss, not {type(made).__name__}"
-        ) from None
+        wanted = "a Recipe, or a model and a function of it to a loss"
+        raise RecipeError(f"{name} must return {wanted}, not {type(made).__name__}") from None
 
 
 @dataclass(frozen=True)

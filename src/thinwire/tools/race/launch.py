@@ -188,7 +188,7 @@ class RunProgress:
 
     def watch(self, run: int, event: Event | str) -> None:
         """Take in an event of rank 0, or the reason of a run's end."""
-        now = time.monotonic()
+        now, ended = time.monotonic(), isinstance(event, str)
         first = run not in self._began
         self._began.setdefault(run, now)
         if isinstance(event, Step):
@@ -197,19 +197,14 @@ class RunProgress:
         elif isinstance(event, Eval) and event.split == "test":
             self._value[run] = event.value
         if self._bars is not None:
-            self._update_bar(self._bars, run, first, ended=isinstance(event, str))
-        elif isinstance(event, str) or now - self._said >= LINE_EVERY:
+            if first:
+                self._bars.start_task(self._tasks[run])
+            news = f"loss {self._loss[run]:.3f}{self._shown(run, ' ')} {self._sent[run] / 1e6:,.1f} MB"
+            total = self._step[run] if ended else None  # None: as before
+            self._bars.update(self._tasks[run], completed=self._step[run], total=total, news=news)
+        elif ended or now - self._said >= LINE_EVERY:
             self._said = now
-            self._console.print(self.line(run, now, ended=isinstance(event, str)), highlight=False, soft_wrap=True)
-
-    def _update_bar(self, bars: Progress, run: int, first: bool, *, ended: bool) -> None:
-        task = self._tasks[run]
-        if first:
-            bars.start_task(task)
-        news = f"loss {self._loss[run]:.3f}{self._shown(run, ' ')} {self._sent[run] / 1e6:,.1f} MB"
-        bars.update(task, completed=self._step[run], news=news)
-        if ended:
-            bars.update(task, total=self._step[run])
+            self._console.print(self.line(run, now, ended=ended), highlight=False, soft_wrap=True)
 
     def _shown(self, run: int, before: str) -> str:
         value = self._value[run]
