@@ -308,14 +308,14 @@ def measure(
     compute = statistics.median(taken)
     spread = statistics.median(abs(t - compute) for t in taken) / compute
     copying = conversion_seconds(sum(g.numel() for g in named.values()))
-    work = Workload(compute, buckets, ready, 0.0, 0.0, copying, _alpha(named))
     codecs: dict[str, CodecTimes] = {}
     settings: list[Setting] = []
     for method in methods:
         codec = resolve_codec(method)
         codecs[method], density = _codec_times(codec, named, sync)
         settings += [Setting(method, e, density=density, bits=codec.values.bits) for e in EXCHANGES]
-    return ModelFigures(replace(work, codecs=codecs), tuple(settings), spread)
+    work = Workload(compute, buckets, ready, 0.0, 0.0, copying, _alpha(named), codecs)
+    return ModelFigures(work, tuple(settings), spread)
 
 
 def in_buckets(filled: Sequence[tuple[int, float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -144,10 +144,8 @@ def _last_line(lines: Sequence[str]) -> str:
 class RunProgress:
     """Shows on stderr how far runs are: bars on a terminal, otherwise a line every few seconds."""
 
-    def __init__(
-        self, names: Sequence[str], totals: Sequence[int], metric: str, console: Console | None = None
-    ) -> None:
-        self._names, self._totals, self._metric = list(names), list(totals), metric
+    def __init__(self, names: list[str], totals: list[int], metric: str, console: Console | None = None) -> None:
+        self._names, self._totals, self._metric = names, totals, metric
         self._console = console if console is not None else Console(stderr=True)
         self._bars = self._make_bars() if self._console.is_terminal else None
         self._tasks = self._make_tasks(self._bars) if self._bars is not None else []

@@ -127,10 +127,7 @@ class Profiler:
             before[clock] = when
         # The begin of the first backward pass is unknown, so its layer gets the mean of the others.
         known = [_median(times) for times in found if times]
-        for times in found:
-            if not times and known:
-                times.append(statistics.mean(known))
-        return found
+        return [times or [statistics.mean(known)] for times in found] if known else found
 
     def _transfer(self) -> list[list[float]]:
         first = {(layer, clock): when for when, layer, clock in reversed(self._timings.pushes)}

@@ -80,8 +80,8 @@ class Result:
             why = "no target was set, so the time to an accuracy was not measured"
         else:
             why = f"no method reached {show_metric(self.target, self.metric)} {self.metric}"
-        said = f"Not decided {where}: {why}. A step with {best.name} takes {best.step_ms:,.0f} ms"
-        said += f", with dense {dense.step_ms:,.0f} ms"
+        took = f"A step with {best.name} takes {best.step_ms:,.0f} ms, with dense {dense.step_ms:,.0f} ms"
+        said = f"Not decided {where}: {why}. {took}"
         if best.test_accuracy is not None and dense.test_accuracy is not None:
             ours, theirs = (show_metric(m.test_accuracy, self.metric) for m in (best, dense))
             lower = "only " if best.test_accuracy < dense.test_accuracy else ""
@@ -138,18 +138,10 @@ def summed_up(recipe: Recipe, plan: Plan, place: ClusterSpec, logs: list[RunLog]
 
 
 def _method_result(summary: MethodSummary, infinite: float) -> MethodResult:
-    step = summary.step_ms or 0.0
+    step, sent = summary.step_ms or 0.0, summary.bytes_per_host_step or 0.0
+    target = (summary.steps_to_target, summary.seconds_to_target, summary.speedup)
     return MethodResult(
-        summary.method,
-        step,
-        step / infinite - 1.0,
-        step - infinite,
-        summary.bytes_per_host_step or 0.0,
-        summary.steps_to_target,
-        summary.seconds_to_target,
-        summary.speedup,
-        summary.train,
-        summary.test,
+        summary.method, step, step / infinite - 1.0, step - infinite, sent, *target, summary.train, summary.test
     )
 
 
@@ -219,11 +211,8 @@ class LossResult:
     def verdict(self) -> str:
         """Say at which loss a step waits less over udp than over tcp."""
         waits = {(r.transport, r.loss): r.wait_ms for r in self.runs if r.on_loss in (None, "restore")}
-        gains = {
-            loss: waits["tcp", loss] / waits["udp", loss]
-            for way, loss in waits
-            if way == "udp" and ("tcp", loss) in waits
-        }
+        losses = [loss for way, loss in waits if way == "udp" and ("tcp", loss) in waits]
+        gains = {loss: waits["tcp", loss] / waits["udp", loss] for loss in losses}
         if not gains:
             return "Not decided: a comparison needs both tcp and udp in the race."
         each = ", ".join(f"{gain:.2f}x at {loss}" for loss, gain in gains.items())
@@ -255,8 +244,7 @@ def race_transports(
     for way in ways:
         settings = replace(work.settings, transport=way.transport, on_loss=way.on_loss)
         path = logs / f"{way.name}-{way.loss.rstrip('%')}.jsonl"
-        label = f"{way.name} {way.loss}"
-        ServedTraining(recipe, replace(work, settings=settings), place, path, way.loss, label).run()
+        ServedTraining(recipe, replace(work, settings=settings), place, path, way.loss, f"{way.name} {way.loss}").run()
         found.append(read_log(path))
         runs.append(_transport_result(way, found[-1]))
     return LossResult(place, recipe.name, recipe.metric, runs, found)

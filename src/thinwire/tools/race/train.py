@@ -192,12 +192,10 @@ class ServedTraining:
             from mpi4py import MPI
         except ImportError:
             raise ThinwireError("the transport mpi needs mpi4py and an MPI: install the extra 'mpi'") from None
-        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-        needed = self.place.workers + 1
-        if size != needed:
-            raise ThinwireError(
-                f"{self.place.workers} workers and a server are {needed} processes, but mpirun started {size}"
-            )
+        rank, size, workers = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), self.place.workers
+        if size != workers + 1:
+            needed = f"{workers} workers and a server are {workers + 1} processes"
+            raise ThinwireError(f"{needed}, but mpirun started {size}")
         torch.set_num_threads(1)
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
         try:
@@ -207,7 +205,7 @@ class ServedTraining:
             began = time.monotonic()
             with self.open_log() as log:
                 log.end(run_server(self.work, "mpi://", log.write))
-            return end_of(log, time.monotonic() - began, self.place.workers)
+            return end_of(log, time.monotonic() - began, workers)
         except (ThinwireError, ValueError) as error:
             # Without the abort the other ranks would wait for this one for ever.
             print(f"thinwire: rank {rank}: {error}", file=sys.stderr, flush=True)

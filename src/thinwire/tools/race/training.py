@@ -114,10 +114,8 @@ class Checkpoint:
         except CheckpointError:
             raise
         except Exception as error:  # torch raises many kinds for files that are not checkpoints
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(
-                f"the checkpoint {found[-1]} cannot be used ({reason}): remove it or start again"
-            ) from error
+            why = f"cannot be used ({' '.join(str(error).split())[:200]})"
+            raise CheckpointError(f"the checkpoint {found[-1]} {why}: remove it or start again") from error
         return int(state["step"]), float(state["wall"])
 
 
@@ -352,11 +350,8 @@ def printing(rank: int) -> EmitRun:
     """Return a function that prints events for the parent process: all of rank 0, only steps of the others."""
 
     def emit(run: int, event: Event | str) -> None:
-        if isinstance(event, str):
-            if rank == 0:
-                print(f"{EVENT} {run} end {event}", flush=True)
-        elif rank == 0 or isinstance(event, Step):
-            print(f"{EVENT} {run} {to_line(event)}", flush=True)
+        if rank == 0 or isinstance(event, Step):
+            print(f"{EVENT} {run} {f'end {event}' if isinstance(event, str) else to_line(event)}", flush=True)
 
     return emit
 
