@@ -3,7 +3,10 @@
 Modules of commands import torch only inside their functions, so that `--help` answers at once.
 """
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,17 +14,14 @@ import typer
 import thinwire
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.command import app as bench
-from thinwire.tools.keys import app as keys
 from thinwire.tools.lab.command import lab_command
-from thinwire.tools.race.advise_command import advise_command
-from thinwire.tools.race.race_command import race_command
+from thinwire.tools.race.commands import advise_command, race_command, train_command
 from thinwire.tools.race.serve_command import serve_command, work_command
-from thinwire.tools.race.train_command import train_command
 from thinwire.tools.recipes.command import recipes
 from thinwire.tools.report.command import report
-from thinwire.tools.reproduce import reproduce_command
 from thinwire.tools.simulate.command import app as simulate
 
+keys = typer.Typer(help="Keys with which workers connect to a server from other machines.", no_args_is_help=True)
 app = typer.Typer(
     name="thinwire",
     help="Data-parallel PyTorch training over thin wires.",
@@ -42,13 +42,6 @@ app.command("recipes", rich_help_panel=MORE)(recipes)
 app.add_typer(simulate, name="simulate", rich_help_panel=MORE)
 app.add_typer(bench, name="bench", rich_help_panel=MORE)
 app.add_typer(keys, name="keys", rich_help_panel=MORE)
-# All options, --help too, are passed on to `python -m papers`.
-app.command(
-    "reproduce",
-    rich_help_panel=MORE,
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(reproduce_command)
 
 # Newer versions of typer contain a copy of click, older ones import click: this works with both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -92,6 +85,58 @@ def run(arguments: list[str], application: typer.Typer | None = None, name: str 
         print("thinwire: stopped.", file=sys.stderr)
         return 130
     return code if isinstance(code, int) else 0
+
+
+@keys.callback()
+def _keys() -> None:
+    """Keys with which workers connect to a server from other machines."""
+
+
+@keys.command("new")
+def new_keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The server's folder of keys; made if needed.")],
+    name: Annotated[list[str] | None, typer.Option(help="A worker's name; may be repeated. Default: worker.")] = None,
+) -> None:
+    """Make keys for a server, unless it has some, and for each named worker."""
+    from thinwire.transport.keys import create_keys
+
+    files = create_keys(folder, name or ["worker"])
+    names = ", ".join(file.stem for file in files)
+    typer.echo(f"The server accepts these workers: {names}. Start it with --keys {folder}")
+    for file in files:
+        typer.echo(f"Copy {file} to that worker over a secure channel, and start the worker with --keys {file.name}")
+
+
+def papers_folder() -> Path:
+    """Return the clone that holds the studies: the one that thinwire is installed from, or the current folder."""
+    installed = Path(thinwire.__file__).resolve().parents[2]
+    for clone in (installed, Path.cwd()):
+        if (clone / "papers" / "__main__.py").is_file():
+            return clone
+    raise ValueError(
+        "thinwire reproduce needs the folder 'papers' of a clone, which the installed package does not contain: "
+        "run it in a clone of the project"
+    )
+
+
+# All options, --help too, are passed on to `python -m papers`.
+@app.command(
+    "reproduce",
+    rich_help_panel=MORE,
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def reproduce_command(context: typer.Context) -> int:
+    """Repeat a paper's experiments and compare the figures (runs python -m papers)."""
+    clone = papers_folder()
+    path = os.pathsep.join(filter(None, (str(clone), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "papers", *context.args]
+    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            continue  # the study gets the same signal: it keeps the finished parts and ends by itself
 
 
 def main() -> None:

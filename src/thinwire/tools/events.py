@@ -10,9 +10,9 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_origin
 
 from thinwire.errors import LogError
 from thinwire.link.diagnosis import Diagnosis as Diagnosis  # for those who read logs
@@ -160,13 +160,7 @@ class RunLog:
 
     def totals(self, reason: str) -> End:
         """Return the end record of the steps so far."""
-        return End(
-            reason=reason,
-            steps=max((step.step for step in self.steps), default=0),
-            wall=max((step.wall for step in self.steps), default=0.0),
-            bytes_sent=sum(step.bytes_sent for step in self.steps),
-            bytes_received=sum(step.bytes_received for step in self.steps),
-        )
+        return reduce(_with_step, self.steps, End(reason=reason, steps=0, wall=0.0, bytes_sent=0, bytes_received=0))
 
 
 class EventLog:
@@ -192,8 +186,8 @@ class EventLog:
         if exists and resume_at is None:
             raise LogError(f"the log {path} exists already: remove it or choose another name.")
         self.log = read_log(path) if exists else RunLog(run, path=path)
-        if exists:
-            _drop_torn_line(path)
+        if exists and not (data := path.read_bytes()).endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)  # drops an incomplete last line
         first = Resume(step=resume_at) if exists and resume_at is not None else run
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,9 +229,7 @@ class EventLog:
     def __enter__(self) -> "EventLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self.log.end is None:
             self.end("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
         self.close()
@@ -263,8 +255,9 @@ def _with_step(sums: End, step: Step) -> End:
 
 def to_line(event: Event) -> str:
     """Return an event as a line of JSON, without the newline."""
-    values = {name: _to_json(value) for name, value in asdict(event).items()}
-    return json.dumps({"event": event.event, **values})
+    # JSON has no NaN: a loss that diverged is written as null and read as NaN.
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(event).items()}
+    return json.dumps({"event": event.event, **finite})
 
 
 def read_log(path: Path) -> RunLog:
@@ -312,38 +305,21 @@ def from_line(line: str) -> Event:
         raise LogError(
             f"thinwire {version} wrote this log in another format: make its report with that version, or run again"
         )
-    values = {}
-    for item in fields(kind):
-        if item.name in record:
-            values[item.name] = _checked(record[item.name], str(item.type), f"{kind.event}.{item.name}")
+    given = [item for item in fields(kind) if item.name in record]
+    values = {item.name: _checked(record[item.name], item.type, f"{kind.event}.{item.name}") for item in given}
     try:
         return kind(**values)
     except TypeError as error:
         raise ValueError(f"incomplete {kind.event} record ({error})") from error
 
 
-def _checked(value: Any, kind: str, name: str) -> Any:
-    kind = {"<class 'int'>": "int", "<class 'float'>": "float", "<class 'str'>": "str"}.get(kind, kind)
-    if kind.startswith("list"):
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    if get_origin(kind) is list:
         if not isinstance(value, list):
             raise ValueError(f"{name} is not a list")
-        return [_checked(item, kind[5:-1], name) for item in value]
-    if kind == "float":
-        if value is None:
-            return math.nan
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    elif type(value).__name__ == kind:
-        return value
-    raise ValueError(f"{name} is {value!r}, not of type {kind}")
-
-
-def _to_json(value: Any) -> Any:
-    # JSON has no NaN: a loss that diverged is written as null and read as NaN.
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _drop_torn_line(path: Path) -> None:
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
+        return [_checked(item, get_args(kind)[0], name) for item in value]
+    if kind is float and value is None:
+        return math.nan
+    if type(value) is kind or (kind is float and type(value) is int):
+        return kind(value)
+    raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")

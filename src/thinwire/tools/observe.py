@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -23,23 +24,16 @@ def gradient_histogram(step: int, layer: str, gradient: "Tensor", *, per_decade:
     used = [place for place, count in enumerate(counts) if count]
     first, last = (used[0], used[-1]) if used else (0, -1)
     edges = [10 ** (-12 + place / per_decade) for place in range(first, last + 2)] if used else []
-    return Histogram(
-        step=step,
-        layer=layer,
-        edges=edges,
-        counts=counts[first : last + 1],
-        zeros=magnitudes.numel() - found.numel(),
-    )
+    zeros = magnitudes.numel() - found.numel()
+    return Histogram(step=step, layer=layer, edges=edges, counts=counts[first : last + 1], zeros=zeros)
 
 
 def describe_machine() -> str:
     """Describe this machine in one line: processor, cores, system, version of torch."""
     processor = platform.processor() or platform.machine()
-    try:
+    with suppress(OSError):  # not Linux: the architecture is all that is known
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
         processor = names[0].split(":", 1)[1].strip() if names else processor
-    except OSError:
-        pass  # not Linux: the architecture is all that is known
     system = f"{platform.system()} {platform.release()}"
     return f"{processor}, {os.cpu_count()} cores, {system}, torch {metadata.version('torch')}"
 
@@ -69,19 +63,16 @@ class TensorBoardMirror:
     def __call__(self, event: Event) -> None:
         """Write the scalars of one event."""
         scalars: dict[str, float] = {}
-        step = 0
         if isinstance(event, Step):
-            step = event.step
             scalars = {f"seconds/{name}": getattr(event, name) for name in PHASES}
             scalars |= {f"bytes/{way}": float(getattr(event, f"bytes_{way}")) for way in ("sent", "received")}
             scalars |= {"loss": event.loss, "density": event.density, "residual_norm": event.residual_norm}
         elif isinstance(event, Eval):
-            step, scalars = event.step, {f"{event.metric}/{event.split}": event.value}
+            scalars = {f"{event.metric}/{event.split}": event.value}
         elif isinstance(event, Diagnosis):
-            step = event.step
             scalars = {f"diagnosis/{name}": float(value) for name, value in vars(event).items() if name != "step"}
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, event.step)  # type: ignore[union-attr]
 
     def close(self) -> None:
         """Write what is still buffered."""

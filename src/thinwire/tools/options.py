@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -136,14 +136,12 @@ def write_json(path: Path | None, figures: Any) -> None:
     """Write figures as JSON to a file, or to stdout if the path is `-`; do nothing if it is None."""
     if path is None:
         return
-    text = json.dumps(figures, indent=1) + "\n"
+    text = json.dumps(figures, indent=1)
     if path == STDOUT:
-        stream = _json_stream if _json_stream is not None else sys.stdout
-        stream.write(text)
-        stream.flush()
+        print(text, file=_json_stream or sys.stdout, flush=True)
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {path} ({error.strerror}): choose another place") from error
 
@@ -151,11 +149,10 @@ def write_json(path: Path | None, figures: Any) -> None:
 @contextmanager
 def json_lines(path: Path | None) -> Iterator[Callable[[Any], None]]:
     """Yield a function that writes one line of JSON at a time to a file, to stdout (`-`), or nowhere (None)."""
-    if path is None or path == STDOUT:
-        stream = (_json_stream or sys.stdout) if path == STDOUT else None
-        yield lambda figures: None if stream is None else print(json.dumps(figures), file=stream, flush=True)
+    if path is None:
+        yield lambda figures: None
         return
-    with path.open("w", encoding="utf-8") as file:
+    with nullcontext(_json_stream or sys.stdout) if path == STDOUT else path.open("w", encoding="utf-8") as file:
         yield lambda figures: print(json.dumps(figures), file=file, flush=True)
 
 

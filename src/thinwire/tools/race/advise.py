@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -139,7 +140,6 @@ def advise(
 
 
 def _caveat(rows: Sequence[Prediction], best: Prediction, optimizer: str) -> str:
-    """Say why a faster method is not recommended, if there is one."""
     if optimizer:
         return f" Compressing gradients trains worse with {optimizer}, so that compressed methods are not recommended."
     faster = [row.method for row in rows if row.method not in TRAINED and row.seconds < 0.97 * best.seconds]
@@ -167,11 +167,9 @@ def _predicted(found: Forecast, work: Workload, spread: float, doubt: float) -> 
 
 def how_to(setting: Setting) -> str:
     """Return the line of code that asks for a setting."""
-    if setting == DENSE:
-        return "DDP without a hook"
-    if not setting.compressed:
-        return "model.register_comm_hook(None, fp16_compress_hook)"
-    return f'attach(model, "{setting.name}", exchange="{setting.exchange}")'
+    if setting.compressed:
+        return f'attach(model, "{setting.name}", exchange="{setting.exchange}")'
+    return "DDP without a hook" if setting == DENSE else "model.register_comm_hook(None, fp16_compress_hook)"
 
 
 def at_rates(
@@ -190,29 +188,25 @@ def crossings(
     settings: Sequence[Setting], work: Workload, network: Callable[[float], Network]
 ) -> dict[str, float | None]:
     """Return the rate up to which each method is worth it against dense; None where it is at every rate."""
-    found: dict[str, float | None] = {}
-    for name in dict.fromkeys(s.name for s in settings if s != DENSE):
-        those = [s for s in settings if s.name == name]
 
-        def lead(rate: float, those: list[Setting] = those) -> float:
-            """Return by how many seconds the method exceeds the gain that makes it worth it."""
-            net = network(rate)
-            enough = (1.0 - TuningPolicy().compress_from) * forecast(DENSE, work, net).seconds
-            return enough - min(forecast(s, work, net).seconds for s in those)
+    def pays(name: str, rate: float) -> bool:
+        net = network(rate)
+        enough = (1.0 - TuningPolicy().compress_from) * forecast(DENSE, work, net).seconds
+        return min(forecast(s, work, net).seconds for s in settings if s.name == name) < enough
 
-        found[name] = _root(lead)
-    return found
+    names = dict.fromkeys(s.name for s in settings if s != DENSE)
+    return {name: _limit(partial(pays, name)) for name in names}
 
 
-def _root(lead: Callable[[float], float]) -> float | None:
+def _limit(pays: Callable[[float], bool]) -> float | None:
     low, high = LOWEST, HIGHEST
-    if lead(low) <= 0.0:
+    if not pays(low):
         return low
-    if lead(high) > 0.0:
+    if pays(high):
         return None
     for _ in range(60):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if lead(middle) > 0.0 else (low, middle)
+        low, high = (middle, high) if pays(middle) else (low, middle)
     return high
 
 
@@ -259,14 +253,11 @@ def _made(name: str) -> Any:
         where, colon, function = name.rpartition(":")
         if not colon or "returned" not in str(error):
             raise
-        import sys
-
         made = getattr(sys.modules[Path(where).stem if where.endswith(".py") else where], function)()
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
             return made
-        raise RecipeError(
-            f"{name} must return a Recipe, or a model and a function of it to a loss, not {type(made).__name__}"
-        ) from None
+        wanted = "a Recipe, or a model and a function of it to a loss"
+        raise RecipeError(f"{name} must return {wanted}, not {type(made).__name__}") from None
 
 
 @dataclass(frozen=True)
@@ -278,31 +269,25 @@ class ModelFigures:
     spread: float
 
 
-class StepTimer:
-    """Times what all ranks do together; `sync` waits for all ranks, and does nothing in a single process."""
+def _step_timer(sync: Callable[[], None]) -> Callable[[Callable[[], object]], float]:
+    """Return a function that times what all ranks do together; `sync` waits for all ranks."""
 
-    def __init__(self, sync: Callable[[], None]) -> None:
-        self._sync = sync
+    def seconds(work: Callable[[], object]) -> float:
         sync()
         began = time.perf_counter()
-        for _ in range(3):
-            sync()
-        self._own = (time.perf_counter() - began) / 3
-
-    def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds until all ranks have done it."""
-        self._sync()
-        began = time.perf_counter()
         work()
-        self._sync()
-        return max(time.perf_counter() - began - self._own, 1e-7)
+        sync()
+        return time.perf_counter() - began
+
+    own = statistics.mean(seconds(lambda: None) for _ in range(3))
+    return lambda work: max(seconds(work) - own, 1e-7)
 
 
 def measure(
     subject: Subject, methods: Sequence[str], *, steps: int = 10, sync: Callable[[], None] = lambda: None
 ) -> ModelFigures:
     """Time some steps without communication, then each codec on the gradients."""
-    timer = StepTimer(sync)
+    timed = _step_timer(sync)
     filled: list[tuple[int, float]] = []
     parameters = [p for p in subject.model.parameters() if p.requires_grad]
     handles = [
@@ -316,9 +301,7 @@ def measure(
         subject.loss(number).backward()
         subject.optimizer.step()
 
-    for number in range(3):
-        step(number)
-    taken = [timer.time(partial(step, 3 + number)) for number in range(steps)]
+    taken = [timed(partial(step, number)) for number in range(3 + steps)][3:]  # without the warm-up
     for handle in handles:
         handle.remove()
     buckets, ready = in_buckets(filled)
@@ -326,14 +309,14 @@ def measure(
     compute = statistics.median(taken)
     spread = statistics.median(abs(t - compute) for t in taken) / compute
     copying = conversion_seconds(sum(g.numel() for g in named.values()))
-    work = Workload(compute, buckets, ready, 0.0, 0.0, copying, _alpha(named))
     codecs: dict[str, CodecTimes] = {}
     settings: list[Setting] = []
     for method in methods:
         codec = resolve_codec(method)
         codecs[method], density = _codec_times(codec, named, sync)
         settings += [Setting(method, e, density=density, bits=codec.values.bits) for e in EXCHANGES]
-    return ModelFigures(replace(work, codecs=codecs), tuple(settings), spread)
+    work = Workload(compute, buckets, ready, 0.0, 0.0, copying, _alpha(named), codecs)
+    return ModelFigures(work, tuple(settings), spread)
 
 
 def in_buckets(filled: Sequence[tuple[int, float]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -341,15 +324,12 @@ def in_buckets(filled: Sequence[tuple[int, float]]) -> tuple[tuple[int, ...], tu
     buckets: list[int] = []
     ready: list[float] = []
     elements = 0
-    for numel, at in filled:
+    for number, (numel, at) in enumerate(filled, start=1):
         elements += numel
-        if 4 * elements >= (_FIRST_BUCKET if not buckets else _BUCKET):
+        if number == len(filled) or 4 * elements >= (_BUCKET if buckets else _FIRST_BUCKET):
             buckets.append(elements)
             ready.append(at - filled[-1][1])
             elements = 0
-    if elements:
-        buckets.append(elements)
-        ready.append(0.0)
     return tuple(buckets), tuple(ready)
 
 
@@ -362,8 +342,7 @@ def _codec_times(codec: Codec, gradients: dict[str, Tensor], sync: Callable[[], 
     encode, decode = (statistics.median(column) for column in zip(*times, strict=True))
     fresh = codec.copy()
     frame = [fresh.encode(gradients) for _ in range(3)][-1]
-    elements = sum(gradient.numel() for gradient in gradients.values())
-    density = min(max(sum(frame.counts) / elements, 1e-6), 1.0)
+    density = min(max(sum(frame.counts) / sum(g.numel() for g in gradients.values()), 1e-6), 1.0)
     return CodecTimes(encode, decode, 1.04 * len(frame) + 64), density
 
 
@@ -396,12 +375,8 @@ class Wire:
     def at(self, rate: float) -> Network:
         """Return the same network at another rate."""
         ideal = Network.ideal(self.network.world, GOODPUT * rate, 0.0)
-        gather, reduce = self.network.gather, self.network.reduce
-        return Network(
-            self.network.world,
-            LinearTime(gather.fixed, ideal.gather.per_byte),
-            LinearTime(reduce.fixed, ideal.reduce.per_byte),
-        )
+        gather = LinearTime(self.network.gather.fixed, ideal.gather.per_byte)
+        return Network(self.network.world, gather, LinearTime(self.network.reduce.fixed, ideal.reduce.per_byte))
 
 
 def wire_of(workers: int, rate: str, delay: float) -> Wire:
@@ -442,6 +417,11 @@ class AdviceReport:
     figures: ModelFigures
     advice: Advice
     command: str
+
+    @property
+    def title(self) -> str:
+        """The title of the table and the page."""
+        return f"{self.subject}: {self.workers} workers at {self.wire.shown}"
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -497,7 +477,7 @@ class AdviceReport:
         write_page(
             path,
             "advice",
-            title=f"{self.subject}: {self.workers} workers at {self.wire.shown}",
+            title=self.title,
             verdict=self.advice.verdict,
             facts={
                 "model": self.subject,
@@ -525,17 +505,9 @@ class AdviceReport:
 
 
 def _figures(row: Prediction) -> dict[str, Any]:
-    return {
-        "name": row.method,
-        "exchange": row.exchange,
-        "step_ms": 1e3 * row.seconds,
-        "overhead": row.overhead,
-        "bytes_per_host_step": row.sent,
-        "efficiency": row.efficiency,
-        "alpha": row.alpha,
-        "uncertainty": row.uncertainty,
-        "setting": row.setting,
-    }
+    figures = asdict(row)
+    name, seconds, sent = (figures.pop(key) for key in ("method", "seconds", "sent"))
+    return {"name": name, "step_ms": 1e3 * seconds, "bytes_per_host_step": sent, **figures}
 
 
 def _rate(rate: float | None) -> str:
@@ -549,8 +521,7 @@ def make_report(subject: Subject, wire: Wire, methods: list[str], command: str) 
     threads = torch.get_num_threads()
     figures = measure(subject, methods, sync=dist.barrier if wire.probed else lambda: None)
     if wire.crowded:
-        alone = replace(figures.work, ready=(0.0,) * len(figures.work.ready))
-        figures = replace(figures, work=alone)
+        figures = replace(figures, work=replace(figures.work, ready=(0.0,) * len(figures.work.ready)))
     torch.set_num_threads(threads)
     settings = (DENSE, FP16, *figures.settings)
     optimizer = type(subject.optimizer).__name__ if isinstance(subject.optimizer, ADAPTIVE) else ""

@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -46,11 +47,12 @@ def make_plan(
     max_steps: int | None = None,
     epochs: float | None = None,
     evaluate_every: int | None = None,
-    checkpoint: Path | None = None,
-    resume: bool = False,
-    diagnose: int = 0,
+    **further: Any,
 ) -> Plan:
-    """Return a plan with the recipe's defaults for what is None; ValueError names an impossible value."""
+    """Return a plan with the recipe's defaults for what is None; ValueError names an impossible value.
+
+    further: `checkpoint`, `resume` and `diagnose`, as in Plan.
+    """
     defaults = recipe.defaults
     chosen = batch if batch is not None else defaults.batch
     order = DataOrder(len(recipe.load(data).train), batch=chosen, workers=workers, seed=0)
@@ -62,34 +64,21 @@ def make_plan(
     passes = epochs if epochs is not None else defaults.epochs
     if not 0.0 < passes < math.inf:
         raise ValueError(f"the number of epochs must be above 0, not {passes}")
-    steps = max_steps if max_steps is not None else max(1, round(passes * order.steps_per_epoch))
     # Every quarter of an epoch, but not so often that evaluation takes longer than training.
     usual = max(5, order.steps_per_epoch // 4)
     return Plan(
         batch=chosen,
         lr=lr if lr is not None else defaults.lr,
         momentum=defaults.momentum,
-        max_steps=steps,
+        max_steps=max_steps if max_steps is not None else max(1, round(passes * order.steps_per_epoch)),
         target=goal,
         evaluate_every=evaluate_every if evaluate_every is not None else usual,
-        checkpoint=checkpoint,
-        resume=resume,
-        diagnose=diagnose,
+        **further,
     )
 
 
 class WorkFailed(ThinwireError):
     """A worker failed; the message says which and why."""
-
-
-def require_lab_for(rate: str) -> None:
-    """Raise ThinwireError, with what to do, if this machine cannot emulate hosts."""
-    abilities = check()
-    if not ready(abilities):
-        why = "; ".join(f"{a.name}: {a.detail}" for a in abilities if a.required and not a.works)
-        raise ThinwireError(
-            f"this machine cannot emulate hosts at {rate} ({why}): run as root, or use --rate none for plain loopback"
-        )
 
 
 def launch(
@@ -104,7 +93,11 @@ def launch(
         output(host, line)
 
     if rate is not None:
-        require_lab_for(rate)
+        abilities = check()
+        if not ready(abilities):
+            why = "; ".join(f"{a.name}: {a.detail}" for a in abilities if a.required and not a.works)
+            hint = "run as root, or use --rate none for plain loopback"
+            raise ThinwireError(f"this machine cannot emulate hosts at {rate} ({why}): {hint}")
         with Lab(workers, rate=rate, loss=loss) as lab:
             result = lab.run(argv, output=read)
         spoke = list(result.hosts[result.failed].lines) if result.failed is not None else []
@@ -129,17 +122,10 @@ def _local(argv: list[str], workers: int, read: Callable[[int, str], None]) -> t
     run = Launch(timeout=None, output=keep, grace=5.0)
     try:
         for rank in range(workers):
-            variables = {
-                "RANK": rank,
-                "WORLD_SIZE": workers,
-                "LOCAL_RANK": rank,
-                "LOCAL_WORLD_SIZE": workers,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            }
-            env = {**os.environ, **{key: str(value) for key, value in variables.items()}}
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            numbers = {name: str(number) for name, number in ranks.items()}
+            env = {"OMP_NUM_THREADS": "1", **os.environ, **numbers, **place}
             run.add(rank, subprocess.Popen(argv, env=env, start_new_session=True, **PIPED))  # type: ignore[call-overload]
         run.wait()
     finally:
@@ -158,13 +144,11 @@ def _last_line(lines: Sequence[str]) -> str:
 class RunProgress:
     """Shows on stderr how far runs are: bars on a terminal, otherwise a line every few seconds."""
 
-    def __init__(
-        self, names: Sequence[str], totals: Sequence[int], metric: str, console: Console | None = None
-    ) -> None:
-        self._names, self._totals, self._metric = list(names), list(totals), metric
+    def __init__(self, names: list[str], totals: list[int], metric: str, console: Console | None = None) -> None:
+        self._names, self._totals, self._metric = names, totals, metric
         self._console = console if console is not None else Console(stderr=True)
         self._bars = self._make_bars() if self._console.is_terminal else None
-        self._tasks: list[TaskID] = self._make_tasks(self._bars) if self._bars is not None else []
+        self._tasks = self._make_tasks(self._bars) if self._bars is not None else []
         self._began: dict[int, float] = {}
         self._said = time.monotonic()
         self._step = [0] * len(names)
@@ -184,12 +168,12 @@ class RunProgress:
 
     def _make_tasks(self, bars: Progress) -> list[TaskID]:
         """Make a bar for each run; the runs without communication share one."""
-        tasks: dict[int, TaskID] = {}
-        first = self._names.index("infinite") if "infinite" in self._names else -1
+        tasks: list[TaskID] = []
         for number, (name, total) in enumerate(zip(self._names, self._totals, strict=True)):
-            shared = name == "infinite" and number != first
-            tasks[number] = tasks[first] if shared else bars.add_task(name, total=total, start=False, news="waiting")
-        return list(tasks.values())
+            first = self._names.index(name) if name == "infinite" else number
+            shared = first != number
+            tasks.append(tasks[first] if shared else bars.add_task(name, total=total, start=False, news="waiting"))
+        return tasks
 
     def __enter__(self) -> "RunProgress":
         if self._bars is not None:
@@ -202,7 +186,7 @@ class RunProgress:
 
     def watch(self, run: int, event: Event | str) -> None:
         """Take in an event of rank 0, or the reason of a run's end."""
-        now = time.monotonic()
+        now, ended = time.monotonic(), isinstance(event, str)
         first = run not in self._began
         self._began.setdefault(run, now)
         if isinstance(event, Step):
@@ -211,19 +195,14 @@ class RunProgress:
         elif isinstance(event, Eval) and event.split == "test":
             self._value[run] = event.value
         if self._bars is not None:
-            self._update_bar(self._bars, run, first, ended=isinstance(event, str))
-        elif isinstance(event, str) or now - self._said >= LINE_EVERY:
+            if first:
+                self._bars.start_task(self._tasks[run])
+            news = f"loss {self._loss[run]:.3f}{self._shown(run, ' ')} {self._sent[run] / 1e6:,.1f} MB"
+            total = self._step[run] if ended else None  # None: as before
+            self._bars.update(self._tasks[run], completed=self._step[run], total=total, news=news)
+        elif ended or now - self._said >= LINE_EVERY:
             self._said = now
-            self._console.print(self.line(run, now, ended=isinstance(event, str)), highlight=False, soft_wrap=True)
-
-    def _update_bar(self, bars: Progress, run: int, first: bool, *, ended: bool) -> None:
-        task = self._tasks[run]
-        if first:
-            bars.start_task(task)
-        news = f"loss {self._loss[run]:.3f}{self._shown(run, ' ')} {self._sent[run] / 1e6:,.1f} MB"
-        bars.update(task, completed=self._step[run], news=news)
-        if ended:
-            bars.update(task, total=self._step[run])
+            self._console.print(self.line(run, now, ended=ended), highlight=False, soft_wrap=True)
 
     def _shown(self, run: int, before: str) -> str:
         value = self._value[run]
@@ -252,8 +231,7 @@ class Follower:
 
     def read(self, host: int, line: str) -> None:
         """Take in a line that a worker printed; lines that are no events are left out."""
-        found = parse(line)
-        if found is not None:
+        if (found := parse(line)) is not None:
             self.take(*found)
 
     def take(self, run: int, event: Event | str) -> None:

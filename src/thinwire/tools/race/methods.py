@@ -1,10 +1,9 @@
 """Methods: named ways to average gradients, which can be installed on a DDP model.
 
-Besides thinwire's codecs these are DDP's all-reduce, torch's own hooks, and `infinite`, which stands for an infinitely
-fast network: ranks wait for each other, but gradients are not exchanged.
+Besides thinwire's codecs these are DDP's all-reduce (`dense`), torch's hooks (`fp16`, and `powersgd` at rank 1), and
+`infinite`, an infinitely fast network: ranks wait for each other, but gradients are not exchanged.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +18,7 @@ from thinwire.hooks.attach import attach
 from thinwire.link.link import Link
 from thinwire.tune.presets import PRESETS, resolve_codec
 
-BASELINES = {
-    "infinite": "an infinitely fast network: ranks wait for each other, gradients are not exchanged",
-    "dense": "DDP without a hook: 32-bit all-reduce",
-    "fp16": "torch's fp16_compress_hook: 16-bit all-reduce",
-    "powersgd": "torch's PowerSGD hook at rank 1, in a single bucket",
-}
+BASELINES = ("infinite", "dense", "fp16", "powersgd")
 
 
 def check_method(name: str) -> None:
@@ -53,59 +47,41 @@ def applies_momentum(name: str) -> bool:
     return isinstance(resolve_codec(name.split("+")[0]).feedback, MomentumCorrection)
 
 
-class BackwardClock:
-    """The time at which a backward pass filled its last bucket; the rest of the pass waits for the network."""
-
-    def __init__(self) -> None:
-        self.last_bucket = 0.0
-
-
-class _Timed:
-    """A hook that notes the time of the last bucket and calls another hook."""
-
-    def __init__(self, hook: Callable[..., Any], state: Any, clock: BackwardClock) -> None:
-        self._hook, self._state, self._clock = hook, state, clock
-
-    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def _timed(hook: Callable[..., Any], state: Any, on_last_bucket: Callable[[], None]) -> Callable[..., Any]:
+    def timed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         if bucket.is_last():
-            self._clock.last_bucket = time.perf_counter()
-        future: torch.futures.Future[torch.Tensor] = self._hook(self._state, bucket)
+            on_last_bucket()
+        future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
         return future
+
+    return timed
 
 
 def apply_method(
-    model: DistributedDataParallel,
-    name: str,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    clock: BackwardClock | None = None,
+    model: DistributedDataParallel, name: str, *, on_last_bucket: Callable[[], None] | None = None
 ) -> Link | None:
     """Install a method on a model and return its link, if it is one of thinwire's; `name+exchange` sets the exchange.
 
-    `clock` receives the time at which each backward pass filled its last bucket.
+    `on_last_bucket` is called when a backward pass has filled its last bucket.
     """
     if name in BASELINES:
         hook, state = _baseline(model, name)
-        if clock is not None:
-            model.register_comm_hook(None, _Timed(hook, state, clock).hook)
+        if on_last_bucket is not None:
+            model.register_comm_hook(None, _timed(hook, state, on_last_bucket))
         elif name != "dense":
             model.register_comm_hook(state, hook)
         return None
     codec, _, exchange = name.partition("+")
-    on_last = None if clock is None else lambda: setattr(clock, "last_bucket", time.perf_counter())
-    return attach(model, codec, exchange=exchange or None, optimizer=optimizer, on_last_bucket=on_last)
+    return attach(model, codec, exchange=exchange or None, on_last_bucket=on_last_bucket)
 
 
 def _baseline(model: DistributedDataParallel, name: str) -> tuple[Callable[..., Any], Any]:
-    """Return a baseline's hook and its state."""
     if name == "infinite":
         return _one_number, None
     if name == "fp16":
         return default_hooks.fp16_compress_hook, model.process_group
     if name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            model.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2, warm_start=True
-        )
+        state = powerSGD_hook.PowerSGDState(model.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2)
         return powerSGD_hook.powerSGD_hook, state
     return default_hooks.allreduce_hook, model.process_group
 

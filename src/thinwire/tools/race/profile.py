@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +60,14 @@ def read_profile(path: Path) -> tuple[LayerTimes, ...]:
 
 
 def _layer(entry: Any, number: int, path: Path) -> LayerTimes:
-    if not isinstance(entry, dict):
-        raise LogError(f"the profile {path} is wrong at layer {number}: it is not an object.")
-    times = {}
-    for what in ("forward", "backward", "transfer"):
-        value = entry.get(what)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise LogError(f"the profile {path} is wrong at layer {number}: '{what}' must be a number of seconds.")
-        times[what] = float(value)
     try:
-        return LayerTimes(str(entry.get("name", number)), **times)
+        if not isinstance(entry, dict):
+            raise ValueError("it is not an object.")
+        times: dict[str, Any] = {what: entry.get(what) for what in ("forward", "backward", "transfer")}
+        for what, value in times.items():
+            if type(value) not in (int, float):
+                raise ValueError(f"'{what}' must be a number of seconds.")
+        return LayerTimes(str(entry.get("name", number)), **{what: float(value) for what, value in times.items()})
     except ValueError as error:
         raise LogError(f"the profile {path} is wrong at layer {number}: {error}") from error
 
@@ -79,8 +76,7 @@ class Profiler:
     """Measures a worker's steps; `write` saves the medians of all but the first two steps."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._timings = worker.timings
+        self._worker, self._timings = worker, worker.timings
         self._timings.keep = True
         self._forward: list[dict[int, float]] = [{} for _ in worker.layers]  # by step
         self._begun = [0.0] * len(worker.layers)
@@ -124,23 +120,17 @@ class Profiler:
     def _backward(self) -> list[list[float]]:
         """Return by layer the times from the gradient before to this one, in the order in which they became ready."""
         found: list[list[float]] = [[] for _ in self._forward]
-        steps: dict[int, list[tuple[float, int]]] = {}
+        before: dict[int, float] = {}  # by step
         for when, layer, clock in self._timings.ready:
-            steps.setdefault(clock, []).append((when, layer))
-        for events in steps.values():
-            for (before, _), (after, layer) in pairwise(events):
-                found[layer].append(after - before)
+            if clock in before:
+                found[layer].append(when - before[clock])
+            before[clock] = when
         # The begin of the first backward pass is unknown, so its layer gets the mean of the others.
         known = [_median(times) for times in found if times]
-        for times in found:
-            if not times and known:
-                times.append(statistics.mean(known))
-        return found
+        return [times or [statistics.mean(known)] for times in found] if known else found
 
     def _transfer(self) -> list[list[float]]:
-        first: dict[tuple[int, int], float] = {}
-        for when, layer, clock in self._timings.pushes:
-            first.setdefault((layer, clock), when)
+        first = {(layer, clock): when for when, layer, clock in reversed(self._timings.pushes)}
         last = {(layer, clock): when for when, layer, clock in self._timings.acks}
         found: list[list[float]] = [[] for _ in self._forward]
         for (layer, clock), when in last.items():

@@ -5,7 +5,7 @@ race; communication overhead = step time / step time without communication - 1.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,7 +16,7 @@ from thinwire.tools.events import EventLog, RunLog, read_log
 from thinwire.tools.lab.units import parse_loss
 from thinwire.tools.options import listed
 from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
-from thinwire.tools.race.served import ServedWork, ServerSettings
+from thinwire.tools.race.served import ServedWork
 from thinwire.tools.race.train import MethodResult, ServedTraining, describe_run
 from thinwire.tools.race.training import Plan, Work
 from thinwire.tools.recipes.recipe import Recipe
@@ -76,13 +76,12 @@ class Result:
         return f"{said}; use thinwire.attach(model, {setting})."
 
     def _undecided(self, where: str, dense: MethodResult, best: MethodResult) -> str:
-        """Say what is missing for a verdict, and what was measured."""
         if self.target is None:
             why = "no target was set, so the time to an accuracy was not measured"
         else:
             why = f"no method reached {show_metric(self.target, self.metric)} {self.metric}"
-        said = f"Not decided {where}: {why}. A step with {best.name} takes {best.step_ms:,.0f} ms"
-        said += f", with dense {dense.step_ms:,.0f} ms"
+        took = f"A step with {best.name} takes {best.step_ms:,.0f} ms, with dense {dense.step_ms:,.0f} ms"
+        said = f"Not decided {where}: {why}. {took}"
         if best.test_accuracy is not None and dense.test_accuracy is not None:
             ours, theirs = (show_metric(m.test_accuracy, self.metric) for m in (best, dense))
             lower = "only " if best.test_accuracy < dense.test_accuracy else ""
@@ -91,7 +90,6 @@ class Result:
 
 
 def _common(result: "Result | LossResult") -> dict[str, Any]:
-    """Return the figures that all races write."""
     return {
         "workers": result.place.workers,
         "rate": result.place.rate or "none",
@@ -112,12 +110,8 @@ class RaceStopped(KeyboardInterrupt):
 
 def run_race(recipe: Recipe, work: Work, place: ClusterSpec, logs: Path, progress: RunProgress | None = None) -> Result:
     """Run all methods and write a log for each into the folder `logs`; RaceStopped if Ctrl-C ends it."""
-    writers = [
-        EventLog(
-            logs / f"{method.replace('+', '-')}-{seed}.jsonl", describe_run(recipe, work.plan, place, method, seed)
-        )
-        for method, seed in work.runs
-    ]
+    runs = [describe_run(recipe, work.plan, place, method, seed) for method, seed in work.runs]
+    writers = [EventLog(logs / f"{run.method.replace('+', '-')}-{run.seed}.jsonl", run) for run in runs]
     try:
         launch(work.command(), place.workers, place.rate, Follower(writers, progress).read)
     except KeyboardInterrupt as error:
@@ -136,27 +130,18 @@ def run_race(recipe: Recipe, work: Work, place: ClusterSpec, logs: Path, progres
 
 def summed_up(recipe: Recipe, plan: Plan, place: ClusterSpec, logs: list[RunLog]) -> Result:
     """Return the results that the logs of a race amount to."""
-    infinite_logs = [log for log in logs if log.run.method == "infinite"]
-    raced = [log for log in logs if log.run.method != "infinite"]
-    infinite = summarise(infinite_logs)[0].step_ms if infinite_logs else None
+    infinite = summarise([log for log in logs if log.run.method == "infinite"])[0].step_ms
     assert infinite is not None, "every race measures steps without communication"
+    raced = [log for log in logs if log.run.method != "infinite"]
     methods = [_method_result(summary, infinite) for summary in summarise(raced)]
     return Result(place, recipe.name, recipe.metric, plan.target, infinite, methods, raced)
 
 
 def _method_result(summary: MethodSummary, infinite: float) -> MethodResult:
-    step = summary.step_ms or 0.0
+    step, sent = summary.step_ms or 0.0, summary.bytes_per_host_step or 0.0
+    target = (summary.steps_to_target, summary.seconds_to_target, summary.speedup)
     return MethodResult(
-        summary.method,
-        step,
-        step / infinite - 1.0,
-        step - infinite,
-        summary.bytes_per_host_step or 0.0,
-        summary.steps_to_target,
-        summary.seconds_to_target,
-        summary.speedup,
-        summary.train,
-        summary.test,
+        summary.method, step, step / infinite - 1.0, step - infinite, sent, *target, summary.train, summary.test
     )
 
 
@@ -226,11 +211,8 @@ class LossResult:
     def verdict(self) -> str:
         """Say at which loss a step waits less over udp than over tcp."""
         waits = {(r.transport, r.loss): r.wait_ms for r in self.runs if r.on_loss in (None, "restore")}
-        gains = {
-            loss: waits["tcp", loss] / waits["udp", loss]
-            for way, loss in waits
-            if way == "udp" and ("tcp", loss) in waits
-        }
+        losses = [loss for way, loss in waits if way == "udp" and ("tcp", loss) in waits]
+        gains = {loss: waits["tcp", loss] / waits["udp", loss] for loss in losses}
         if not gains:
             return "Not decided: a comparison needs both tcp and udp in the race."
         each = ", ".join(f"{gain:.2f}x at {loss}" for loss, gain in gains.items())
@@ -254,36 +236,18 @@ class LossResult:
         ]
 
 
-@dataclass(frozen=True)
-class LossRace:
-    """A race between transports; `name` is what the command line calls the recipe."""
-
-    recipe: Recipe
-    name: str
-    data: Path | None
-    plan: Plan
-    place: ClusterSpec
-    ways: Sequence[Way]
-    method: str = "topk1"
-
-    def run(self, logs: Path) -> LossResult:
-        """Run one training after the other, with a log for each in the folder `logs`."""
-        found, runs = [], []
-        for way in self.ways:
-            settings = ServerSettings(
-                self.plan,
-                workers=self.place.workers,
-                method=self.method,
-                pull_method=self.method,
-                transport=way.transport,
-                on_loss=way.on_loss,
-            )
-            path = logs / f"{way.name}-{way.loss.rstrip('%')}.jsonl"
-            work = ServedWork(self.name, self.data, settings)
-            ServedTraining(self.recipe, work, self.place, path, way.loss, label=f"{way.name} {way.loss}").run()
-            found.append(read_log(path))
-            runs.append(_transport_result(way, found[-1]))
-        return LossResult(self.place, self.recipe.name, self.recipe.metric, runs, found)
+def race_transports(
+    recipe: Recipe, work: ServedWork, place: ClusterSpec, ways: Sequence[Way], logs: Path
+) -> LossResult:
+    """Run one training after the other, with a log for each in the folder `logs`."""
+    found, runs = [], []
+    for way in ways:
+        settings = replace(work.settings, transport=way.transport, on_loss=way.on_loss)
+        path = logs / f"{way.name}-{way.loss.rstrip('%')}.jsonl"
+        ServedTraining(recipe, replace(work, settings=settings), place, path, way.loss, f"{way.name} {way.loss}").run()
+        found.append(read_log(path))
+        runs.append(_transport_result(way, found[-1]))
+    return LossResult(place, recipe.name, recipe.metric, runs, found)
 
 
 def _transport_result(way: Way, log: RunLog) -> TransportResult:

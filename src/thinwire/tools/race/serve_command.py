@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,18 +73,12 @@ def serve_command(
     # Before anything is loaded or written: an address that cannot be used is the user's mistake.
     address = f"{chosen.transport}://{chosen.bind}:{chosen.port}"
     with closing(listen(address, keys=chosen.keys, insecure=chosen.insecure, mtu=chosen.mtu)) as listener:
-        path = options.log_path(chosen.events, f"{made.name}-server")
         serving = Serving(made, chosen.data, settings, lambda event: None)
-        _serve(serving, listener, path, console, chosen.metrics, json_file)
+        _serve(serving, listener, console, chosen, json_file)
 
 
 def _serve(
-    serving: "Serving",
-    listener: "Listener",
-    path: Path,
-    console: Console,
-    metrics: int | None,
-    json_file: Path | None,
+    serving: "Serving", listener: "Listener", console: Console, chosen: ServeConfig, json_file: Path | None
 ) -> None:
     """Serve with an event log, and say how the training ended."""
     from thinwire.tools.events import EventLog
@@ -91,11 +86,11 @@ def _serve(
     from thinwire.tools.race.train import describe_served
 
     made, place = serving.recipe, ClusterSpec(serving.settings.workers, None, options.invocation())
-    run = describe_served(made, serving.settings, place)
+    run, path = describe_served(made, serving.settings, place), options.log_path(chosen.events, f"{made.name}-server")
     with (
         options.json_lines(json_file) as write,
         EventLog(path, run, resume_at=serving.server.clock.step or None, keep=False) as log,
-        serve_metrics(metrics, lambda: status(serving.server, serving.values)),
+        serve_metrics(chosen.metrics, lambda: status(serving.server, serving.values)),
     ):
         follower = Follower([log])
         serving.emit = lambda event: follower.take(0, event)
@@ -111,14 +106,13 @@ def _serve(
 
 def _watched(serving: "Serving", listener: "Listener", console: Console, write: Callable[[Any], None] | None) -> str:
     """Run the server in a thread, while the main thread shows the status and receives signals."""
-    ended: list[str] = []
-    errors: list[BaseException] = []
+    ended: Future[str] = Future()
 
     def run() -> None:
         try:
-            ended.append(serving.run(listener))
+            ended.set_result(serving.run(listener))
         except BaseException as error:
-            errors.append(error)
+            ended.set_exception(error)
 
     thread = threading.Thread(target=run, name="thinwire-server", daemon=True)
     thread.start()
@@ -128,10 +122,7 @@ def _watched(serving: "Serving", listener: "Listener", console: Console, write: 
         serving.server.stop("interrupted")
         thread.join()  # writes a checkpoint; a second Ctrl-C does not wait for it
         raise
-    thread.join()
-    if errors:
-        raise errors[0]
-    return ended[0]
+    return ended.result()
 
 
 def _show_until_end(
@@ -163,14 +154,12 @@ def progress_line(serving: "Serving") -> str:
     done, wall = step - serving.first_step, serving.wall - serving.first_wall
     if server.started and done > 0:
         line += f", at most {wall / done * (plan.max_steps - step):.0f} s left"
-    waited = waiting_for(server)
-    return f"{line}; {waited}" if waited else line
+    return f"{line}; {waited}" if (waited := waiting_for(server)) else line
 
 
 def waiting_for(server: "Server") -> str:
     """Return what the server waits for and for how long, or "" if it waits for nothing."""
-    waited = server.waiting()
-    return str(waited) if waited is not None else ""
+    return str(server.waiting() or "")
 
 
 @contextmanager
@@ -324,23 +313,12 @@ def work_command(
         steps, last = steps + 1, time.monotonic()
 
     def waiting() -> str:
-        seconds = time.monotonic() - last
+        if (seconds := time.monotonic() - last) < options.LINE_EVERY:
+            return ""
         what = f"after {steps} steps" if steps else "for the training to begin"
-        return (
-            f"waiting for the server {server} {what}, {seconds:.0f} s so far" if seconds >= options.LINE_EVERY else ""
-        )
+        return f"waiting for the server {server} {what}, {seconds:.0f} s so far"
 
     with lines_every(options.LINE_EVERY, waiting, console):
-        why = work(
-            get_recipe(recipe),
-            data,
-            server,
-            method,
-            overlap=overlap,
-            slot=slot,
-            keys=keys,
-            patience=patience,
-            profile=profile,
-            on_step=stepped,
-        )
+        settings: dict[str, Any] = {"overlap": overlap, "slot": slot, "keys": keys, "patience": patience}
+        why = work(get_recipe(recipe), data, server, method, profile=profile, on_step=stepped, **settings)
     console.print(f"The server ended the training ({why}) after {steps} steps of this worker.", highlight=False)

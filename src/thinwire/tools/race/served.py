@@ -29,7 +29,7 @@ from thinwire.server.server import Mode, Server
 from thinwire.server.worker import Worker
 from thinwire.tools.events import Eval, Step
 from thinwire.tools.race.profile import Profiler
-from thinwire.tools.race.training import Emit, Plan, printing
+from thinwire.tools.race.training import Emit, Plan, optional_path, printing
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
 from thinwire.transport.addresses import connect, listen
@@ -37,7 +37,9 @@ from thinwire.transport.base import Connection, Listener
 from thinwire.transport.limits import check_mtu
 
 # The figures of a step that a worker reports and that are copied to its event.
-_FIGURES = ("compute", "compress", "exchange", "apply", "loss", "density", "synchronise", "aggregate")
+_NUMBERS = ("compute", "compress", "exchange", "apply", "loss", "density", "synchronise", "aggregate", "restored")
+_OPTIONAL: dict[str, Any] = {"datagrams": 0, "datagrams_lost": 0, "restored": 0.0, "waits": [], "staleness": []}
+_WHOLE_NUMBERS = ("step", "bytes_sent", "bytes_received", "datagrams", "datagrams_lost")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class ServerSettings:
     mtu: int | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("mode", get_args(Mode)), ("reduce", get_args(Reduce)), ("transport", _TRANSPORTS)):
+        choices = {"mode": get_args(Mode), "reduce": get_args(Reduce), "transport": ("tcp", "udp", "mpi")}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
         check_on_loss(self.on_loss)
@@ -73,9 +76,6 @@ class ServerSettings:
         for method in (self.method, self.pull_method):
             server_codec(method)
         check_policy(self.policy)
-
-
-_TRANSPORTS = ("tcp", "udp", "mpi")
 
 
 class Serving:
@@ -145,24 +145,14 @@ class Serving:
         return value
 
     def _on_figures(self, member: Member, figures: dict[str, Any]) -> None:
-        step, sent, received = (_whole(figures, name) for name in ("step", "bytes_sent", "bytes_received"))
-        values = {name: _number(figures, name) for name in _FIGURES}
-        self.emit(
-            Step(
-                step=step,
-                epoch=self._order.epoch(step),
-                wall=self.wall,
-                bytes_sent=sent,
-                bytes_received=received,
-                rank=member.slot,
-                datagrams=_whole({"datagrams": figures.get("datagrams", 0)}, "datagrams"),
-                datagrams_lost=_whole({"datagrams_lost": figures.get("datagrams_lost", 0)}, "datagrams_lost"),
-                restored=_number({"restored": figures.get("restored", 0.0)}, "restored"),
-                waits=[_number({"waits": v}, "waits") for v in _row(figures, "waits")],
-                staleness=[_whole({"staleness": v}, "staleness") for v in _row(figures, "staleness")],
-                **values,
-            )
-        )
+        figures = _OPTIONAL | figures
+        values: dict[str, Any] = {name: _number(figures.get(name), name) for name in _NUMBERS}
+        values |= {name: _whole(figures.get(name), name) for name in _WHOLE_NUMBERS}
+        for name, kind in (("waits", _number), ("staleness", _whole)):
+            if not isinstance(figures[name], list) or len(figures[name]) > 1 << 16:
+                raise MessageError(f"a worker's {name} is not a list")
+            values[name] = [kind(value, name) for value in figures[name]]
+        self.emit(Step(epoch=self._order.epoch(values["step"]), wall=self.wall, rank=member.slot, **values))
 
 
 def work(
@@ -185,17 +175,17 @@ def work(
         before, ways = worker.traffic(), worker.losses()
         profiler = Profiler(worker) if profile is not None else None
         while worker.stopped is None:
-            told = {name: _whole(worker.tell, name) for name in ("workers", "batch", "seed")}
+            told = {name: _whole(worker.tell.get(name), name) for name in ("workers", "batch", "seed")}
             order = DataOrder(len(splits.train), **told)
             clock, slot = worker.clock, worker.slot % order.workers
             torch.manual_seed((order.seed * 1_000_003 + clock) * 4099 + slot)
             loss: Tensor = recipe.loss(model, splits.train.batch(order.at(clock, slot)))
             loss.backward()
             worker.step()
-            traffic = worker.traffic()
-            losses = worker.losses()
+            traffic, losses = worker.traffic(), worker.losses()
             lost = {name: losses[name] - ways[name] for name in losses}
-            worker.report(**_figures(worker, clock, float(loss.detach()), total, before, traffic), **lost)
+            moved = {f"bytes_{way}": traffic[i] - before[i] for i, way in enumerate(("sent", "received"))}
+            worker.report(**_figures(worker, clock, float(loss.detach()), total), **moved, **lost)
             before, ways = traffic, losses
             on_step()
         if profiler is not None and profile is not None:
@@ -203,11 +193,8 @@ def work(
         return worker.stopped
 
 
-def _figures(
-    worker: Worker, clock: int, loss: float, total: int, before: tuple[int, int], traffic: tuple[int, int]
-) -> dict[str, Any]:
-    times = worker.last
-    layers = range(len(worker.layers))
+def _figures(worker: Worker, clock: int, loss: float, total: int) -> dict[str, Any]:
+    times, layers = worker.last, range(len(worker.layers))
     return {
         "step": clock + 1,
         "loss": loss if math.isfinite(loss) else None,
@@ -218,15 +205,12 @@ def _figures(
         "aggregate": times.aggregate,
         "synchronise": times.synchronise,
         "density": times.sent_entries / total,
-        "bytes_sent": traffic[0] - before[0],
-        "bytes_received": traffic[1] - before[1],
         "waits": [round(times.waits.get(i, 0.0), 6) for i in layers],
         "staleness": [times.staleness.get(i, 0) for i in layers],
     }
 
 
-def _number(figures: dict[str, Any], name: str) -> float:
-    value = figures.get(name)
+def _number(value: Any, name: str) -> float:
     if value is None:
         return math.nan
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -234,17 +218,9 @@ def _number(figures: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-def _whole(figures: dict[str, Any], name: str) -> int:
-    value = figures.get(name)
+def _whole(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise MessageError(f"a worker's {name} is not a whole number")
-    return value
-
-
-def _row(figures: dict[str, Any], name: str) -> list[Any]:
-    value = figures.get(name, [])
-    if not isinstance(value, list) or len(value) > 1 << 16:
-        raise MessageError(f"a worker's {name} is not a list")
     return value
 
 
@@ -256,22 +232,16 @@ class ServedWork:
     data: Path | None
     settings: ServerSettings
 
-    def to_json(self) -> str:
-        """Return the text that `from_json` reads in another process."""
-        return json.dumps(asdict(self), default=str)
-
     def command(self) -> list[str]:
-        """Return the command line of one process."""
-        return [sys.executable, "-m", "thinwire.tools.race.served", self.to_json()]
+        """Return the command line of one process, with this work as JSON."""
+        return [sys.executable, "-m", "thinwire.tools.race.served", json.dumps(asdict(self), default=str)]
 
     @classmethod
     def from_json(cls, text: str) -> "ServedWork":
-        """Return the work that another process wrote by `to_json`."""
+        """Return the work that another process put on the command line."""
         raw: dict[str, Any] = json.loads(text)
-        plan = raw["settings"].pop("plan")
-        plan["checkpoint"] = Path(plan["checkpoint"]) if plan["checkpoint"] else None
-        settings = ServerSettings(Plan(**plan), **raw["settings"])
-        return cls(raw["recipe"], Path(raw["data"]) if raw["data"] else None, settings)
+        settings = {**raw["settings"], "plan": Plan.read(raw["settings"]["plan"])}
+        return cls(raw["recipe"], optional_path(raw["data"]), ServerSettings(**settings))
 
 
 def run_server(served: ServedWork, address: str, emit: Emit) -> str:

@@ -86,12 +86,7 @@ class MethodResult:
         }
 
 
-@dataclass(frozen=True)
-class TrainingEnd:
-    """How a training ended: its figures, and one sentence."""
-
-    result: MethodResult
-    sentence: str
+TrainingEnd = tuple[MethodResult, str]  # how a training ended: its figures, and one sentence
 
 
 def end_of(log: EventLog, seconds: float, ranks: int = 1) -> TrainingEnd:
@@ -112,7 +107,18 @@ def end_of(log: EventLog, seconds: float, ranks: int = 1) -> TrainingEnd:
         test_accuracy=last_value(log.log, "test"),
     )
     how = f"reached the target at step {hit.step}" if hit else f"made {end.steps} steps without reaching the target"
-    return TrainingEnd(result, f"{run.recipe} with {run.method} {how}; {seconds:.0f} s in all.")
+    return result, f"{run.recipe} with {run.method} {how}; {seconds:.0f} s in all."
+
+
+def _launched(
+    opened: EventLog, argv: list[str], plan: Plan, place: ClusterSpec, *, served: bool = False, loss: str | None = None
+) -> TrainingEnd:
+    """Run the processes to their end; a parameter server is one more, and the log then has the steps of all ranks."""
+    began, run = time.monotonic(), opened.log.run
+    with opened as log, RunProgress([run.method], [plan.max_steps], run.metric) as progress:
+        follower = Follower([log], progress, every_rank=served)
+        launch(argv, place.workers + served, place.rate, follower.read, loss=loss)
+    return end_of(log, time.monotonic() - began, place.workers if served else 1)
 
 
 @dataclass(frozen=True)
@@ -137,14 +143,7 @@ class DdpTraining:
 
     def run(self) -> TrainingEnd:
         """Start the workers, log and show what they report."""
-        began, method = time.monotonic(), self.work.runs[0][0]
-        with (
-            self.open_log() as log,
-            RunProgress([method], [self.work.plan.max_steps], self.recipe.metric) as progress,
-        ):
-            follower = Follower([log], progress, every_rank=False)
-            launch(self.work.command(), self.place.workers, self.place.rate, follower.read)
-        return end_of(log, time.monotonic() - began)
+        return _launched(self.open_log(), self.work.command(), self.work.plan, self.place)
 
     def run_under_torchrun(self) -> TrainingEnd | None:
         """Train as one rank of the process group that torchrun made; only rank 0 logs and returns the end."""
@@ -183,14 +182,9 @@ class ServedTraining:
 
     def run(self) -> TrainingEnd:
         """Start the server and the workers, log and show what the server reports."""
-        settings, began = self.work.settings, time.monotonic()
+        settings = self.work.settings
         require(settings.transport)
-        with self.open_log() as log:
-            run = log.log.run
-            with RunProgress([run.method], [settings.plan.max_steps], run.metric) as progress:
-                follower = Follower([log], progress)
-                launch(self.work.command(), self.place.workers + 1, self.place.rate, follower.read, loss=self.loss)
-        return end_of(log, time.monotonic() - began, self.place.workers)
+        return _launched(self.open_log(), self.work.command(), settings.plan, self.place, served=True, loss=self.loss)
 
     def run_under_mpi(self) -> TrainingEnd | None:
         """Train as one rank that mpirun started; rank 0 is the server and returns the end."""
@@ -198,12 +192,10 @@ class ServedTraining:
             from mpi4py import MPI
         except ImportError:
             raise ThinwireError("the transport mpi needs mpi4py and an MPI: install the extra 'mpi'") from None
-        rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-        needed = self.place.workers + 1
-        if size != needed:
-            raise ThinwireError(
-                f"{self.place.workers} workers and a server are {needed} processes, but mpirun started {size}"
-            )
+        rank, size, workers = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), self.place.workers
+        if size != workers + 1:
+            needed = f"{workers} workers and a server are {workers + 1} processes"
+            raise ThinwireError(f"{needed}, but mpirun started {size}")
         torch.set_num_threads(1)
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
         try:
@@ -213,7 +205,7 @@ class ServedTraining:
             began = time.monotonic()
             with self.open_log() as log:
                 log.end(run_server(self.work, "mpi://", log.write))
-            return end_of(log, time.monotonic() - began, self.place.workers)
+            return end_of(log, time.monotonic() - began, workers)
         except (ThinwireError, ValueError) as error:
             # Without the abort the other ranks would wait for this one for ever.
             print(f"thinwire: rank {rank}: {error}", file=sys.stderr, flush=True)

@@ -8,10 +8,13 @@ variables set. It prints the events of its runs, one line each, with the number 
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import ThinwireError
 from thinwire.link.link import Link
-from thinwire.tools.events import Eval, Event, Histogram, Step, from_line, to_line
+from thinwire.tools.events import Eval, Event, Step, from_line, to_line
 from thinwire.tools.observe import gradient_histogram
-from thinwire.tools.race.methods import BackwardClock, applies_momentum, apply_method, single_bucket
+from thinwire.tools.race.methods import applies_momentum, apply_method, single_bucket
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe, Splits
 
@@ -67,22 +70,11 @@ class Checkpoint:
             save_whole(self._link.state_dict(), place / f"link-{self._rank}.pt")
         dist.barrier()
         if self._rank == 0:
-            state = {
-                "step": step,
-                "wall": wall,
-                "world": self._world,
-                "model": self._model.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-            }
-            save_whole(state, place / "model.pt")
-            self._delete_older(place)
-
-    def _delete_older(self, newest: Path) -> None:
-        for old in self.folder.glob("step-*"):
-            if old.name < newest.name:
-                for file in old.iterdir():
-                    file.unlink()
-                old.rmdir()
+            states = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+            save_whole({"step": step, "wall": wall, "world": self._world, **states}, place / "model.pt")
+            for old in self.folder.glob("step-*"):
+                if old.name < place.name:
+                    shutil.rmtree(old)
 
     def _check_agreement(self, step: int) -> None:
         """Raise CheckpointError if ranks found different steps: they would train different models."""
@@ -122,24 +114,19 @@ class Checkpoint:
         except CheckpointError:
             raise
         except Exception as error:  # torch raises many kinds for files that are not checkpoints
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(
-                f"the checkpoint {found[-1]} cannot be used ({reason}): remove it or start again"
-            ) from error
+            why = f"cannot be used ({' '.join(str(error).split())[:200]})"
+            raise CheckpointError(f"the checkpoint {found[-1]} {why}: remove it or start again") from error
         return int(state["step"]), float(state["wall"])
 
 
 def interface_bytes(interface: str) -> tuple[int, int] | None:
     """Return the bytes sent and received by a network interface, or None if it does not exist."""
-    try:
-        lines = Path("/proc/self/net/dev").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, figures = line.partition(":")
-        if name.strip() == interface:
-            numbers = [int(word) for word in figures.split()]
-            return numbers[8], numbers[0]
+    with suppress(OSError):
+        for line in Path("/proc/self/net/dev").read_text().splitlines():
+            name, _, figures = line.partition(":")
+            if name.strip() == interface:
+                numbers = [int(word) for word in figures.split()]
+                return numbers[8], numbers[0]
     return None
 
 
@@ -153,8 +140,7 @@ class TrafficMeter:
     """Counts the bytes that this rank sends and receives: by the kernel in the lab, else by the link."""
 
     def __init__(self, link: Link | None, per_step: int = 0) -> None:
-        self._link = link
-        self._per_step = per_step  # what the method is known to send where nothing can be counted
+        self._link, self._per_step = link, per_step  # per_step: for methods whose bytes cannot be counted
         self._interface = "eth0" if "THINWIRE_LAB" in os.environ else None
         self._before = self._now()
 
@@ -170,10 +156,8 @@ class TrafficMeter:
         """Return the bytes sent and received since the last call."""
         if self._interface is None and self._link is None:
             return self._per_step, self._per_step
-        now = self._now()
-        sent, received = now[0] - self._before[0], now[1] - self._before[1]
-        self._before = now
-        return sent, received
+        before, self._before = self._before, self._now()
+        return self._before[0] - before[0], self._before[1] - before[1]
 
 
 Emit = Callable[[Event], None]
@@ -196,6 +180,16 @@ class Plan:
     resume: bool = False
     diagnose: int = 0  # steps between two diagnoses of a link; 0: none
 
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Plan":
+        """Return the plan that was written as JSON."""
+        return cls(**{**raw, "checkpoint": optional_path(raw["checkpoint"])})
+
+
+def optional_path(text: str | None) -> Path | None:
+    """Return the path that was written as JSON."""
+    return Path(text) if text else None
+
 
 class Trainer:
     """Trains a model with one method on this rank."""
@@ -207,17 +201,19 @@ class Trainer:
         # With momentum correction the codec applies the momentum, so the optimizer must not apply it again.
         ours = applies_momentum(method)
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
-        self.clock = BackwardClock()
-        self.link = apply_method(self.model, method, clock=self.clock)
+        self.last_bucket = 0.0  # the time at which a backward pass filled it; the rest of the pass waits
+        self.link = apply_method(self.model, method, on_last_bucket=self._on_last_bucket)
         if self.link is not None and plan.diagnose:
             self.link.diagnose(every=plan.diagnose)
         self.order = DataOrder(len(splits.train), batch=plan.batch, workers=dist.get_world_size(), seed=seed)
-        known = ring_bytes(method, parameter_count(self.model), dist.get_world_size())
-        self.meter = TrafficMeter(self.link, known)
-        self.checkpoint = (
-            Checkpoint(plan.checkpoint, self.model, self.optimizer, self.link) if plan.checkpoint else None
-        )
+        parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.meter = TrafficMeter(self.link, ring_bytes(method, parameters, dist.get_world_size()))
+        folder = plan.checkpoint
+        self.checkpoint = Checkpoint(folder, self.model, self.optimizer, self.link) if folder else None
         self.wall = 0.0
+
+    def _on_last_bucket(self) -> None:
+        self.last_bucket = time.perf_counter()
 
     def run(self, emit: Emit) -> str:
         """Train until the target or the last step; return the reason of the end."""
@@ -235,8 +231,9 @@ class Trainer:
                     emit(found)
                 self.link.diagnoses.clear()
             if step == min(10, self.plan.max_steps) and self.rank == 0:
-                for event in self._histograms(step):
-                    emit(event)
+                for name, parameter in self.model.module.named_parameters():
+                    if parameter.grad is not None and parameter.dim() > 1:
+                        emit(gradient_histogram(step, name, parameter.grad))
             if step % self.plan.evaluate_every == 0 or step == self.plan.max_steps:
                 reached = self._evaluate(step, "test", self.plan.test_samples, emit)
                 evaluations += 1
@@ -263,8 +260,8 @@ class Trainer:
         self.optimizer.step()
         ended = time.perf_counter()
         self.wall += ended - began
-        waited = done - self.clock.last_bucket
-        compress = density = 0.0
+        waited = done - self.last_bucket
+        compress, density = 0.0, 1.0
         if self.link is not None:
             figures = self.link.stats()["last_step"]
             compress, density = min(waited, figures["compress_seconds"] + figures["decode_seconds"]), figures["density"]
@@ -273,14 +270,14 @@ class Trainer:
             step=step,
             epoch=self.order.epoch(step),
             wall=self.wall,
-            compute=self.clock.last_bucket - began,
+            compute=self.last_bucket - began,
             compress=compress,
             exchange=waited - compress,
             apply=ended - done,
             bytes_sent=sent,
             bytes_received=received,
             loss=float(loss.detach()),
-            density=density if self.link is not None else 1.0,
+            density=density,
             residual_norm=self._residual_norm() if step % self.plan.evaluate_every == 0 else math.nan,
             rank=self.rank,
         )
@@ -304,24 +301,6 @@ class Trainer:
         dist.broadcast(met, 0)
         return bool(met[0])
 
-    def _histograms(self, step: int) -> list[Histogram]:
-        """Return a histogram of the mean gradient's magnitudes for each layer."""
-        return [
-            gradient_histogram(step, name, parameter.grad)
-            for name, parameter in self.model.module.named_parameters()
-            if parameter.grad is not None and parameter.dim() > 1
-        ]
-
-    def close(self) -> None:
-        """Detach the link, so that the next method can use the process group."""
-        if self.link is not None:
-            self.link.detach()
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Return the number of trainable parameters."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
 
 @dataclass(frozen=True)
 class Work:
@@ -333,27 +312,16 @@ class Work:
     plan: Plan
     infinite_steps: int = 8  # of a run without communication, which only serves as a reference for times
 
-    def to_json(self) -> str:
-        """Return the text that `from_json` reads in another process."""
-        return json.dumps(asdict(self), default=str)
-
     def command(self) -> list[str]:
-        """Return the command line of one rank."""
-        return [sys.executable, "-m", "thinwire.tools.race.training", self.to_json()]
+        """Return the command line of one rank, with this work as JSON."""
+        return [sys.executable, "-m", "thinwire.tools.race.training", json.dumps(asdict(self), default=str)]
 
     @classmethod
     def from_json(cls, text: str) -> "Work":
-        """Return the work that another process wrote by `to_json`."""
+        """Return the work that another process put on the command line."""
         raw: dict[str, Any] = json.loads(text)
-        plan = raw["plan"]
-        plan["checkpoint"] = Path(plan["checkpoint"]) if plan["checkpoint"] else None
-        return cls(
-            raw["recipe"],
-            Path(raw["data"]) if raw["data"] else None,
-            tuple((method, seed) for method, seed in raw["runs"]),
-            Plan(**plan),
-            raw["infinite_steps"],
-        )
+        runs = tuple((method, seed) for method, seed in raw["runs"])
+        return cls(raw["recipe"], optional_path(raw["data"]), runs, Plan.read(raw["plan"]), raw["infinite_steps"])
 
 
 def with_infinite(runs: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -371,12 +339,9 @@ def run_all(work: Work, emit: EmitRun) -> None:
             steps = min(work.infinite_steps, plan.max_steps)
             plan = replace(plan, max_steps=steps, target=None, evaluate_every=plan.max_steps + 1, checkpoint=None)
         trainer = Trainer(recipe, splits, plan, method, seed)
-
-        def tell(event: Event, number: int = number) -> None:
-            emit(number, event)
-
-        reason = trainer.run(tell)
-        trainer.close()
+        reason = trainer.run(partial(emit, number))
+        if trainer.link is not None:
+            trainer.link.detach()  # so that the next method can use the process group
         dist.barrier()
         emit(number, reason)
 
@@ -385,11 +350,8 @@ def printing(rank: int) -> EmitRun:
     """Return a function that prints events for the parent process: all of rank 0, only steps of the others."""
 
     def emit(run: int, event: Event | str) -> None:
-        if isinstance(event, str):
-            if rank == 0:
-                print(f"{EVENT} {run} end {event}", flush=True)
-        elif rank == 0 or isinstance(event, Step):
-            print(f"{EVENT} {run} {to_line(event)}", flush=True)
+        if rank == 0 or isinstance(event, Step):
+            print(f"{EVENT} {run} {f'end {event}' if isinstance(event, str) else to_line(event)}", flush=True)
 
     return emit
 
