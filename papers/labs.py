@@ -131,15 +131,10 @@ def confirm(workspace: Workspace, run: ConfirmationRun, times: Any | None = None
     measured = workspace.lab_part("confirm-run", lambda: end_to_end(run), setup=run.setup, data=splits)
     if curve is None or times is None or measured is None:
         return [], []
-    return _compare(run, curve.reached, times[run.method]["ms"], measured)
-
-
-def _compare(
-    run: ConfirmationRun, steps: int | None, ms: float, measured: dict[str, Any]
-) -> tuple[list[Claim], list[Table]]:
+    steps, ms = curve.reached, times[run.method]["ms"]
     predicted = steps * ms / 1e3 if steps else None
     ratio = predicted / measured["seconds"] if predicted and measured["seconds"] else None
-    what = f"end to end: {run.method}, {run.testbed}, to {run.target:.4g} {get_recipe(run.testbed.recipe).metric}"
+    what = f"end to end: {run.method}, {testbed}, to {run.target:.4g} {recipe.metric}"
     row = {
         "Run": what,
         "Simulated steps": number(steps),

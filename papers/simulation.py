@@ -141,10 +141,8 @@ class Cluster:
 
     def step(self, probe: Probe | None = None) -> StepResult:
         """Train one step of all workers."""
-        if not self.codecs or (self.done < self.setting.dense_steps and probe is None):
-            result = self._dense_step()
-        else:
-            result = self._encoded_step(probe)
+        dense = not self.codecs or (self.done < self.setting.dense_steps and probe is None)
+        result = self._dense_step() if dense else self._encoded_step(probe)
         if not math.isfinite(result.loss):
             raise Diverged(f"the loss is {result.loss} at step {self.done + 1}: the learning rate is too high")
         self.optimizer.step()
@@ -280,11 +278,6 @@ class Totals:
     megabytes: float = 0.0
     packets: float = 0.0
 
-    def add(self, result: StepResult) -> None:
-        self.losses.append(result.loss)
-        self.megabytes += result.bytes / 1e6
-        self.packets += math.ceil(result.bytes / PACKET_BYTES)
-
 
 @dataclass(frozen=True)
 class Simulation:
@@ -337,7 +330,9 @@ class Simulation:
                 if not curve.step:
                     self._evaluate(cluster, curve, replace(totals, losses=[LARGEST_LOSS]))
                 break
-            totals.add(result)
+            totals.losses.append(result.loss)
+            totals.megabytes += result.bytes / 1e6
+            totals.packets += math.ceil(result.bytes / PACKET_BYTES)
             curve.density += (result.density - curve.density) / cluster.done
             curve.seconds = before + time.process_time() - began
             if watch is not None:
@@ -367,9 +362,7 @@ class Simulation:
             curve.reached = cluster.done
 
     def _resume(self, cluster: Cluster, checkpoint: Path) -> tuple[Curve, Totals]:
-        """Load a checkpoint; start anew if it is missing, unreadable or of another run."""
-        new = Curve(self.name, cluster.order.steps_per_epoch)
-        state = _read_checkpoint(checkpoint)
+        new, state = Curve(self.name, cluster.order.steps_per_epoch), _read_checkpoint(checkpoint)
         if state.get("described") != self.described():
             return new, Totals()
         try:

@@ -55,9 +55,10 @@ def study(workspace: Workspace) -> Study:
         for name, make, count in (("away", _intervals, steps[0]), ("magnitudes", _magnitudes, steps[1]))
     )
     testbed = LabTestbed("cifar10", workspace.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
-    paper, served, ring = _step_times(workspace, testbed, workspace.load(recipe))
+    workers = replace(testbed, hosts=WORKERS)  # without the master, for DDP
+    paper, served, ring = _step_times(workspace, testbed, workers, workspace.load(recipe))
     method = THINWIRE[workspace.full]
-    run = ConfirmationRun(_workers_only(testbed), method, resolve_codec(method), 0.35, 300, 10, 1000)
+    run = ConfirmationRun(workers, method, resolve_codec(method), 0.35, 300, 10, 1000)
     confirm_claims, confirm_tables = confirm(workspace, run, ring)
     times = findings.times_of(seeds, paper, served, ring)
     claims = [*findings.time_claims(times, seeds, workspace.full), *findings.epoch_claims(seeds, workspace.full)]
@@ -85,7 +86,7 @@ def study(workspace: Workspace) -> Study:
     )
 
 
-def _step_times(workspace: Workspace, testbed: LabTestbed, splits: Splits) -> tuple[Any, Any, Any]:
+def _step_times(workspace: Workspace, testbed: LabTestbed, workers: LabTestbed, splits: Splits) -> tuple[Any, Any, Any]:
     """Measure a step in three ways: the paper's, thinwire's server, and without a master. None without the lab."""
     both = findings.codecs(workspace.full)
     broadcast, ring = ["dense", "percentile90"], {name: push for name, (push, _) in both.items()}
@@ -105,8 +106,8 @@ def _step_times(workspace: Workspace, testbed: LabTestbed, splits: Splits) -> tu
         ),
         workspace.lab_part(
             "all-reduce",
-            lambda: _ring_times(_workers_only(testbed), ring),
-            setup=f"{_workers_only(testbed).setup} {', '.join(ring.values())} steps=12",
+            lambda: _ring_times(workers, ring),
+            setup=f"{workers.setup} {', '.join(ring.values())} steps=12",
             data=splits,
         ),
     )
@@ -180,11 +181,6 @@ def served_phases(testbed: LabTestbed, push: str, pull: str, *, steps: int) -> d
     phases = {name: median(name) for name in ("compute", "aggregate", "synchronise")}
     ends = [max(step.wall for step in steps) for steps in complete]
     return {**phases, "ms": 1e3 * statistics.median(after - before for before, after in pairwise(ends))}
-
-
-def _workers_only(testbed: LabTestbed) -> LabTestbed:
-    """Return the same hosts without the master, for DDP."""
-    return replace(testbed, hosts=WORKERS)
 
 
 def _ring_times(testbed: LabTestbed, methods: dict[str, str]) -> Any:

@@ -8,6 +8,7 @@ import itertools
 import statistics
 import timeit
 from collections.abc import Callable
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -86,11 +87,10 @@ def _train(workspace: Workspace, splits: Splits) -> dict[str, Curve]:
 
 def _gradient(splits: Splits) -> Tensor:
     """Return a real gradient, repeated with noise until it has ENTRIES entries."""
-    cluster = Cluster(get_recipe(RECIPE), splits.train, TrainingSetting(WORKERS, BATCH, LR))
-    for _ in range(10):
-        cluster.step()
-    flat = torch.cat([g.flatten() for g in cluster.gradients([0])[1].values()])
-    cluster.close()
+    with closing(Cluster(get_recipe(RECIPE), splits.train, TrainingSetting(WORKERS, BATCH, LR))) as cluster:
+        for _ in range(10):
+            cluster.step()
+        flat = torch.cat([g.flatten() for g in cluster.gradients([0])[1].values()])
     generator = torch.Generator().manual_seed(0)
     copies = [flat * (1.0 + 0.1 * torch.randn(flat.shape, generator=generator)) for _ in range(5)]
     return torch.cat(copies)[:ENTRIES].contiguous()
