@@ -22,26 +22,22 @@ if TYPE_CHECKING:
 # Options that name places on this machine, and what stands for them in the command that a result records.
 PLACES = {"--data": "DIR", "--out": "DIR", "--work": "DIR", "--json": "FILE"}
 
+WORK_HELP = "Folder for checkpoints and finished parts; default: OUT/work."
+ONLY_HELP = "Runs and parts to do now, by name, separated by commas; default: all."
+DOCS_HELP = "Write docs/results.md from the results in OUT and run nothing."
+JSON_HELP = "Also write the result as JSON here; - is stdout."
+
 
 def reproduce_command(
     name: Annotated[str | None, typer.Argument(help=f"A study: {', '.join(STUDIES)}.")] = None,
     scale: Annotated[str, typer.Option(help="small: minutes on two cores; full: the paper's size, hours.")] = "small",
     data: Annotated[Path | None, typer.Option(help="Folder with the data sets; default: download them.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for results, pages and pictures.")] = Path("results"),
-    work: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints and finished parts; default: OUT/work.")
-    ] = None,
+    work: Annotated[Path | None, typer.Option(help=WORK_HELP)] = None,
     lab: Annotated[bool, typer.Option(help="Also measure on emulated hosts.")] = True,
-    only: Annotated[
-        str, typer.Option(help="Runs and parts to do now, by name, separated by commas; default: all.")
-    ] = "",
-    docs: Annotated[
-        bool, typer.Option("--docs", help="Write docs/results.md from the results in OUT and run nothing.")
-    ] = False,
-    json: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", callback=writable, help="Also write the result as JSON here; - is stdout."),
-    ] = None,
+    only: Annotated[str, typer.Option(help=ONLY_HELP)] = "",
+    docs: Annotated[bool, typer.Option("--docs", help=DOCS_HELP)] = False,
+    json: Annotated[Path | None, typer.Option(metavar="PATH", callback=writable, help=JSON_HELP)] = None,
 ) -> None:
     """Run a paper's experiments again and compare its figures with ours. Finished runs and parts are reused."""
     if docs:
@@ -89,12 +85,10 @@ def _run(
 def without_places(words: Sequence[str]) -> str:
     """Return a command line without the paths of this machine."""
     shown: list[str] = []
-    for word in words:
+    for before, word in zip(("", *words), words, strict=False):
         option, equals, _ = word.partition("=")
-        if shown and shown[-1] in PLACES:
-            shown.append(PLACES[shown[-1]])
-        else:
-            shown.append(f"{option}={PLACES[option]}" if equals and option in PLACES else word)
+        named = f"{option}={PLACES[option]}" if equals and option in PLACES else word
+        shown.append(PLACES.get(before, named))
     return shlex.join(shown)
 
 
@@ -132,22 +126,22 @@ def report(study: "Study", out: Path, json: Path | None) -> None:
     json_file, page = write_study(study, out)
     to_stdout = json == Path("-")
     # With JSON on stdout, everything else goes to stderr.
-    console = Console(stderr=to_stdout, width=None if sys.stdout.isatty() or to_stdout else 140)
+    width = None if sys.stdout.isatty() or to_stdout else 140
+    console = Console(stderr=to_stdout, width=width, highlight=False)
     if to_stdout:
         typer.echo(study.to_json(), nl=False)
     else:
         _show(study, console)
-    if json is not None and not to_stdout:
-        replace_file(json, study.to_json())
+        if json is not None:
+            replace_file(json, study.to_json())
     picture = page.with_suffix(".png")
     why = take_screenshot(page, picture)
     written = [json_file, page, *([picture] if why is None else [])]
-    console.print(f"Written: {', '.join(str(path) for path in written)}", highlight=False)
+    console.print(f"Written: {', '.join(map(str, written))}")
     if json_file.stem != study.stem:
-        whole = out / f"{study.stem}.json"
-        console.print(f"{whole} has parts that this result lacks, and was not changed.", highlight=False)
+        console.print(f"{out / study.stem}.json has parts that this result lacks, and was not changed.")
     if why is not None:
-        console.print(f"No picture: {why}.", highlight=False)
+        console.print(f"No picture: {why}.")
 
 
 def _show(study: "Study", console: "Console") -> None:
@@ -162,10 +156,7 @@ def _show(study: "Study", console: "Console") -> None:
         table.add_column(heading, justify="left" if heading in ("Claim", "Note") else "right")
     for row in rows:
         table.add_row(*row.values())
-    console.print(table)
-    console.print(study.verdict, highlight=False)
-    for part in study.missing:
-        console.print(f"not run: {part}", highlight=False)
+    console.print(table, study.verdict, *(f"not run: {part}" for part in study.missing), sep="\n")
 
 
 def main(arguments: Sequence[str]) -> int:

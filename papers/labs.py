@@ -2,8 +2,9 @@
 
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from papers.simulation import Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Table, number, percent
 from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
-from thinwire.tools.events import RunLog
 from thinwire.tools.race.launch import ClusterSpec
 from thinwire.tools.race.race import Result, run_race
 from thinwire.tools.race.training import Plan, Work, with_infinite
 from thinwire.tools.recipes import get_recipe
+from thinwire.tools.recipes.recipe import Splits
 from thinwire.tools.report.summary import reached
 
 TOLERANCE = 0.15  # of a predicted time
@@ -81,25 +82,31 @@ def step_times(testbed: LabTestbed, methods: Sequence[str], *, steps: int) -> di
     result = _race(testbed, methods, testbed.plan(steps, steps + 1))
     times: dict[str, Any] = {"infinite": {"ms": result.infinite_ms, "bytes": 0.0}}
     for log in result.logs:
-        sent = [step.bytes_sent for step in log.steps if step.rank == 0][2:]
-        times[log.run.method] = {"ms": 1e3 * statistics.median(_durations(log)), "bytes": statistics.mean(sent)}
+        steps_of_first = [step for step in log.steps if step.rank == 0]
+        walls = [step.wall for step in sorted(steps_of_first, key=lambda step: step.step)]
+        settled = walls[max(1, len(walls) // 4) :]  # in the first quarter, buffers and connections are new
+        ms = 1e3 * statistics.median(after - before for before, after in pairwise(settled))
+        sent = statistics.mean(step.bytes_sent for step in steps_of_first[2:])
+        times[log.run.method] = {"ms": ms, "bytes": sent}
     return times
+
+
+def step_times_part(
+    workspace: Workspace, name: str, testbed: LabTestbed, methods: Sequence[str], steps: int, splits: Splits
+) -> Any | None:
+    """Return what `step_times` returns, as a part of a study; None without the lab."""
+    setup = f"{testbed.setup} {', '.join(methods)} steps={steps}"
+    make = partial(step_times, testbed, methods, steps=steps)
+    return workspace.lab_part(name, make, setup=setup, data=splits)
 
 
 def end_to_end(run: ConfirmationRun) -> dict[str, Any]:
     """Train until the metric on the test split reaches the target; return the steps and the seconds that it took."""
     plan = run.testbed.plan(run.max_steps, run.evaluate_every, run.target, run.test_samples)
-    result = _race(run.testbed, [run.method], plan)
-    (log,) = result.logs
+    (log,) = _race(run.testbed, [run.method], plan).logs
     hit = reached(log)
     values = [[e.step, e.value] for e in log.evals if e.split == "test"]
     return {"steps": hit.step if hit else None, "seconds": hit.wall if hit else None, "values": values}
-
-
-def _durations(log: RunLog) -> list[float]:
-    """Return the seconds of rank 0's steps without the first quarter, in which buffers and connections are new."""
-    walls = [step.wall for step in sorted((s for s in log.steps if s.rank == 0), key=lambda s: s.step)]
-    return [after - before for before, after in pairwise(walls[max(1, len(walls) // 4) :])]
 
 
 def _race(testbed: LabTestbed, methods: Sequence[str], plan: Plan) -> Result:
@@ -120,24 +127,14 @@ def confirm(workspace: Workspace, run: ConfirmationRun, times: Any | None = None
     goal = Goal(run.max_steps, run.evaluate_every, 0, run.test_samples, target=run.target, split="test")
     splits = workspace.load(recipe)
     curve = workspace.train("confirm", recipe, splits, setting, goal)
-    times = times or workspace.lab_part(
-        "confirm-step",
-        lambda: step_times(testbed, [run.method], steps=25),
-        setup=f"{testbed.setup} {run.method} steps=25",
-        data=splits,
-    )
+    times = times or step_times_part(workspace, "confirm-step", testbed, [run.method], 25, splits)
     measured = workspace.lab_part("confirm-run", lambda: end_to_end(run), setup=run.setup, data=splits)
     if curve is None or times is None or measured is None:
         return [], []
-    return _compare(run, curve.reached, times[run.method]["ms"], measured)
-
-
-def _compare(
-    run: ConfirmationRun, steps: int | None, ms: float, measured: dict[str, Any]
-) -> tuple[list[Claim], list[Table]]:
+    steps, ms = curve.reached, times[run.method]["ms"]
     predicted = steps * ms / 1e3 if steps else None
     ratio = predicted / measured["seconds"] if predicted and measured["seconds"] else None
-    what = f"end to end: {run.method}, {run.testbed}, to {run.target:.4g} {get_recipe(run.testbed.recipe).metric}"
+    what = f"end to end: {run.method}, {testbed}, to {run.target:.4g} {recipe.metric}"
     row = {
         "Run": what,
         "Simulated steps": number(steps),
@@ -147,15 +144,10 @@ def _compare(
         "Seconds in the lab": number(measured["seconds"], "s"),
         "Product / measured": number(ratio, "x"),
     }
-    claim = Claim(
-        "predicted time (simulated steps x lab step) over an end-to-end run in the lab",
-        1.0,
-        ratio,
-        "x",
-        ratio is not None and abs(ratio - 1.0) <= TOLERANCE,
-        f"within {TOLERANCE:.0%} is asked for; {what}",
-    )
-    return [claim], [Table("The product, confirmed end to end", [row])]
+    holds = ratio is not None and abs(ratio - 1.0) <= TOLERANCE
+    note = f"within {TOLERANCE:.0%} is asked for; {what}"
+    claim = "predicted time (simulated steps x lab step) over an end-to-end run in the lab"
+    return [Claim(claim, 1.0, ratio, "x", holds, note)], [Table("The product, confirmed end to end", [row])]
 
 
 def accuracy_row(curve: Curve, target: float, ms: float | None) -> dict[str, str]:
@@ -177,17 +169,13 @@ def accuracy_figures(
 
     `ms` has the milliseconds of a step by run; runs without a time are not plotted over seconds.
     """
-    axis = "test accuracy (%)"
-    values = {name: [100 * v for v in curve.test] for name, curve in curves.items()}
-    steps = [Series(name, curve.step, list(values[name])) for name, curve in curves.items()]
-    timed = [
-        Series(name, [step * ms[name] / 1e3 for step in curve.step], list(values[name]))
-        for name, curve in curves.items()
-        if name in ms
-    ]
-    sent = [Series(name, curve.megabytes, list(values[name])) for name, curve in curves.items()]
-    return [
-        Figure(titles[0], "step", axis, steps),
-        *([Figure(titles[1], f"seconds, {hosts}", axis, timed)] if timed else []),
-        Figure(titles[2], "MB", axis, sent, log="x"),
-    ]
+    over_steps = {name: curve.step for name, curve in curves.items()}
+    over_seconds = {name: [step * ms[name] / 1e3 for step in steps] for name, steps in over_steps.items() if name in ms}
+    over_sent = {name: curve.megabytes for name, curve in curves.items()}
+
+    def figure(title: str, axis: str, places: Mapping[str, Sequence[float]], log: str = "") -> Figure:
+        series = [Series(name, list(x), [100 * v for v in curves[name].test]) for name, x in places.items()]
+        return Figure(title, axis, "test accuracy (%)", series, log=log)
+
+    timed = [figure(titles[1], f"seconds, {hosts}", over_seconds)] if over_seconds else []
+    return [figure(titles[0], "step", over_steps), *timed, figure(titles[2], "MB", over_sent, "x")]

@@ -1,10 +1,14 @@
 """The strongly convex problem that the theory papers use: logistic regression with a ridge, and its optimum."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from papers.workspace import Workspace
 from thinwire.tools.recipes import get_recipe
-from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Split, classify
+from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Split, Splits, classify
 
 RIDGE = 1e-3  # makes logistic regression strongly convex
 
@@ -35,6 +39,13 @@ def logistic() -> Recipe:
     )
 
 
+def optimum_part(workspace: Workspace, recipe: Recipe, splits: Splits, samples: int) -> Any:
+    """Return what `optimum` returns for the training split, as a part of a study that is always made."""
+    setup = f"{recipe.name} samples={samples}"
+    make = partial(optimum, recipe, splits.train, samples)
+    return workspace.part("optimum", make, setup=setup, data=splits, needed=True)
+
+
 def optimum(recipe: Recipe, split: Split, samples: int) -> dict[str, float]:
     """Return the least objective on the first samples of a split ("value") and its smoothness constant ("smoothness").
 
@@ -52,8 +63,7 @@ def optimum(recipe: Recipe, split: Split, samples: int) -> dict[str, float]:
         return float(loss.detach())
 
     solver.step(closure)
-    flat = inputs.flatten(1)
-    x = torch.cat([flat, torch.ones(len(flat), 1)], dim=1)
+    x = torch.cat([inputs.flatten(1), torch.ones(len(inputs), 1)], dim=1)
     vector = torch.ones(x.shape[1])
     for _ in range(50):
         vector = x.T @ (x @ vector) / len(x)

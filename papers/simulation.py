@@ -6,6 +6,7 @@ averages the frames as `Gather` does, in the order of the ranks. Only the residu
 A finished run is one JSON file. An unfinished run is a checkpoint from which the next call continues exactly.
 """
 
+import contextlib
 import json
 import math
 import threading
@@ -81,7 +82,6 @@ def seed_dropout(model: nn.Module) -> DropoutGenerators:
 
 
 def _uses_global_generator(module: nn.Module) -> bool:
-    """Return whether a module applies dropout for which no mask can be given."""
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.dropout > 0.0
     others = nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
@@ -141,10 +141,8 @@ class Cluster:
 
     def step(self, probe: Probe | None = None) -> StepResult:
         """Train one step of all workers."""
-        if not self.codecs or (self.done < self.setting.dense_steps and probe is None):
-            result = self._dense_step()
-        else:
-            result = self._encoded_step(probe)
+        dense = not self.codecs or (self.done < self.setting.dense_steps and probe is None)
+        result = self._dense_step() if dense else self._encoded_step(probe)
         if not math.isfinite(result.loss):
             raise Diverged(f"the loss is {result.loss} at step {self.done + 1}: the learning rate is too high")
         self.optimizer.step()
@@ -163,13 +161,10 @@ class Cluster:
         # For a loss that is a mean over samples, the mean over equal batches is the mean over all samples: workers
         # can share a batch, one batch per thread. Other losses are averaged worker by worker, as DDP does.
         workers = range(self.setting.workers)
-        if self.recipe.loss is classify:
-            parts = [list(workers[i :: self._threads]) for i in range(self._threads)]
-        else:
-            parts = [[worker] for worker in workers]
-        parts = [part for part in parts if part]
+        count = min(self._threads, len(workers)) if self.recipe.loss is classify else len(workers)
+        parts = [workers[i::count] for i in range(count)]
         results = list(self._pool.map(self.gradients, parts))
-        shares = [len(part) / self.setting.workers for part in parts]
+        shares = [len(part) / len(workers) for part in parts]
         for name, parameter in zip(self.names, self.parameters, strict=True):
             total = results[0][1][name] * shares[0]
             for share, (_, gradients) in zip(shares[1:], results[1:], strict=True):
@@ -179,14 +174,16 @@ class Cluster:
         return StepResult(loss, 4.0 * sum(self.numels), 1.0)
 
     def _encoded_step(self, probe: Probe | None) -> StepResult:
+        def encode(codec: Codec, computed: tuple[float, Gradients]) -> tuple[float, Frame]:
+            return computed[0], codec.encode(computed[1], step=self.done)
+
         count = self.setting.workers
-        workers = range(count)
         if probe is not None:
-            computed = list(self._pool.map(lambda worker: self.gradients([worker]), workers))
+            computed = list(self._pool.map(lambda worker: self.gradients([worker]), range(count)))
             probe([gradients for _, gradients in computed], self.codecs)
-            sent = [(loss, self._encode(worker, g)) for worker, (loss, g) in zip(workers, computed, strict=True)]
+            sent = list(map(encode, self.codecs, computed))
         else:
-            sent = list(self._pool.map(self._compute_and_encode, workers))
+            sent = list(self._pool.map(lambda i: encode(self.codecs[i], self.gradients([i])), range(count)))
         self.frames = [frame for _, frame in sent]
         frames = read_frames(self.frames, [self.numels])
         if frames.non_finite:
@@ -199,13 +196,6 @@ class Cluster:
         size = sum(len(frame) for frame in self.frames) / count
         entries = sum(sum(frame.counts) for frame in self.frames) / count
         return StepResult(loss, size, entries / sum(self.numels))
-
-    def _compute_and_encode(self, worker: int) -> tuple[float, Frame]:
-        loss, gradients = self.gradients([worker])
-        return loss, self._encode(worker, gradients)
-
-    def _encode(self, worker: int, gradients: Gradients) -> Frame:
-        return self.codecs[worker].encode(gradients, step=self.done)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
@@ -288,11 +278,6 @@ class Totals:
     megabytes: float = 0.0
     packets: float = 0.0
 
-    def add(self, result: StepResult) -> None:
-        self.losses.append(result.loss)
-        self.megabytes += result.bytes / 1e6
-        self.packets += math.ceil(result.bytes / PACKET_BYTES)
-
 
 @dataclass(frozen=True)
 class Simulation:
@@ -315,27 +300,22 @@ class Simulation:
     def finished(self, folder: Path) -> Curve | None:
         """Return the curve of a finished run; None if its file is missing, damaged or of another run."""
         content = read_json(folder / f"{self.name}.json")
-        if content.get("described") != self.described():
-            return None
-        try:
-            curve = Curve(**content["curve"])
-        except (KeyError, TypeError):
-            return None
-        return curve if curve.step else None
+        with contextlib.suppress(KeyError, TypeError):
+            if content.get("described") == self.described() and content["curve"]["step"]:
+                return Curve(**content["curve"])
+        return None
 
     def run(self, folder: Path, watch: Watch | None = None, probe: PeriodicProbe | None = None) -> Curve:
         """Return the curve: read it if the run is finished, else train on from the checkpoint."""
         finished = self.finished(folder)
         if finished is not None:
             return finished
-        cluster = Cluster(self.recipe, self.splits.train, self.setting)
-        try:
-            curve = self._train(cluster, folder / f"{self.name}.pt", watch, probe)
-        finally:
-            cluster.close()
+        checkpoint = folder / f"{self.name}.pt"
+        with contextlib.closing(Cluster(self.recipe, self.splits.train, self.setting)) as cluster:
+            curve = self._train(cluster, checkpoint, watch, probe)
         content = {"described": self.described(), "made": provenance(), "curve": asdict(curve)}
         save_json(content, folder / f"{self.name}.json")
-        (folder / f"{self.name}.pt").unlink(missing_ok=True)
+        checkpoint.unlink(missing_ok=True)
         return curve
 
     def _train(self, cluster: Cluster, checkpoint: Path, watch: Watch | None, probe: PeriodicProbe | None) -> Curve:
@@ -350,7 +330,9 @@ class Simulation:
                 if not curve.step:
                     self._evaluate(cluster, curve, replace(totals, losses=[LARGEST_LOSS]))
                 break
-            totals.add(result)
+            totals.losses.append(result.loss)
+            totals.megabytes += result.bytes / 1e6
+            totals.packets += math.ceil(result.bytes / PACKET_BYTES)
             curve.density += (result.density - curve.density) / cluster.done
             curve.seconds = before + time.process_time() - began
             if watch is not None:
@@ -364,37 +346,29 @@ class Simulation:
         return curve
 
     def _evaluate(self, cluster: Cluster, curve: Curve, totals: Totals) -> None:
-        """Evaluate the model and append one entry to the lists of the curve."""
         goal, recipe, model = self.goal, self.recipe, cluster.model
         curve.step.append(cluster.done)
         curve.loss.append(min(sum(totals.losses) / len(totals.losses), LARGEST_LOSS))
         curve.megabytes.append(totals.megabytes)
         curve.packets.append(totals.packets)
-        metrics = {}
-        for split, data, samples in (
-            ("train", self.splits.train, goal.train_samples),
-            ("test", self.splits.test, goal.test_samples),
-        ):
-            if samples != 0:
-                metrics[split] = recipe.evaluate(model, data, samples)
-                getattr(curve, split).append(metrics[split])
+        if goal.train_samples != 0:
+            curve.train.append(recipe.evaluate(model, self.splits.train, goal.train_samples))
+        if goal.test_samples != 0:
+            curve.test.append(recipe.evaluate(model, self.splits.test, goal.test_samples))
         if goal.objective_samples:
             value = objective(recipe, model, self.splits.train, goal.objective_samples)
             curve.objective.append(value if value < LARGEST_LOSS else LARGEST_LOSS)  # also replaces NaN
-        if goal.target is not None and metrics[goal.split] >= goal.target:
+        if goal.target is not None and getattr(curve, goal.split)[-1] >= goal.target:
             curve.reached = cluster.done
 
     def _resume(self, cluster: Cluster, checkpoint: Path) -> tuple[Curve, Totals]:
-        """Load a checkpoint; start anew if it is missing, unreadable or of another run."""
-        new = Curve(self.name, cluster.order.steps_per_epoch)
-        state = _read_checkpoint(checkpoint)
+        new, state = Curve(self.name, cluster.order.steps_per_epoch), _read_checkpoint(checkpoint)
         if state.get("described") != self.described():
             return new, Totals()
         try:
-            curve = replace(new, **json.loads(state["curve"]))
-            totals = json.loads(state["since"])
+            curve, totals = replace(new, **json.loads(state["curve"])), Totals(**json.loads(state["since"]))
             cluster.load_state_dict(state["cluster"])
-            return curve, Totals(**totals)
+            return curve, totals
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StudyError(f"{checkpoint} is damaged ({error}): delete it to start the run again") from error
 
@@ -405,11 +379,10 @@ class Simulation:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state in a checkpoint; {} if the file is missing or damaged."""
-    if not path.exists():
-        return {}
     try:
         state = torch.load(path, weights_only=True)
+    except FileNotFoundError:
+        return {}
     except OSError as error:
         raise StudyError(f"cannot read {path} ({error.strerror}): make it readable, or delete it") from error
     except Exception:  # torch raises many kinds for files that it did not write
@@ -420,8 +393,6 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 @torch.no_grad()
 def objective(recipe: Recipe, model: nn.Module, split: Split, samples: int) -> float:
     """Return the mean loss on the first samples of a split."""
-    samples, total = min(samples, len(split)), 0.0
-    for start in range(0, samples, 500):
-        indices = range(start, min(start + 500, samples))
-        total += float(recipe.loss(model, split.batch(indices))) * len(indices)
-    return total / samples
+    indices = range(min(samples, len(split)))
+    batches = [indices[start : start + 500] for start in indices[::500]]
+    return sum(float(recipe.loss(model, split.batch(batch))) * len(batch) for batch in batches) / len(indices)

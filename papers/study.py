@@ -102,9 +102,9 @@ class Study:
                 raise StudyError(f"{path} was written by another version of thinwire: run the study again")
             raw["claims"] = [Claim(**{k: v for k, v in c.items() if k != "ratio"}) for c in raw["claims"]]
             raw["tables"] = [Table(**table) for table in raw["tables"]]
-            raw["figures"] = [
-                Figure(**{**f, "series": [Series(**series) for series in f["series"]]}) for f in raw["figures"]
-            ]
+            for figure in raw["figures"]:
+                figure["series"] = [Series(**series) for series in figure["series"]]
+            raw["figures"] = [Figure(**figure) for figure in raw["figures"]]
             study = cls(**raw)
             lacking = [key for key in MADE if not isinstance(study.made.get(key), str)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -118,8 +118,7 @@ def number(value: float | None, unit: str = "") -> str:
     """Format a figure with four significant digits and thousands separators."""
     if value is None:
         return "–"
-    size = abs(value)
-    text = f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{text} {unit}".strip() if unit != "x" else f"{text}x"
 
 

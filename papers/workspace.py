@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,6 +17,9 @@ from papers.simulation import Curve, Goal, PeriodicProbe, Simulation, TrainingSe
 from papers.study import Study, StudyError
 from thinwire.tools.lab.check import check, ready
 from thinwire.tools.recipes.recipe import Batch, Recipe, Split, Splits
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -70,32 +73,29 @@ class Workspace:
         name is skipped and None is returned, unless other work needs it.
         """
         described = _described(setup, data)
-        content = self._saved(name, described)
-        if content is None and not (needed or self._selected(name)):
-            self.skipped.append(f"{name}: this part was left out")
-            return None
         path = self.folder / f"part-{name}.json"
-        if content is None:
+        if not self._is_saved(name, described):
+            if not (needed or self._selected(name)):
+                self.skipped.append(f"{name}: this part was left out")
+                return None
             self.console.print(f"{name} ...", highlight=False, markup=False)
             began, outcome = time.monotonic(), make()
             header = {"described": described, "made": provenance(), "seconds": time.monotonic() - began}
             save_json({**header, "outcome": outcome}, path)
-            content = read_json(path)
         self.used.append(path)
-        return content["outcome"]
+        return read_json(path)["outcome"]
 
     def lab_part(self, name: str, make: Callable[[], Any], *, setup: str, data: Splits | None = None) -> Any | None:
         """Return the result of a part that needs emulated hosts; skip it and return None if the lab is left out."""
-        if not self.lab and self._saved(name, _described(setup, data)) is None:
+        if not self.lab and not self._is_saved(name, _described(setup, data)):
             self.skipped.append(f"{name}: needs the lab, which was left out")
             return None
         return self.part(name, lambda: _make_in_lab(make), setup=setup, data=data)
 
-    def _saved(self, name: str, described: str) -> dict[str, Any] | None:
-        """Return the content of a part's file if it belongs to the same work."""
+    def _is_saved(self, name: str, described: str) -> bool:
         self.requested.append(name)
         content = read_json(self.folder / f"part-{name}.json")
-        return content if content.get("described") == described and "outcome" in content else None
+        return content.get("described") == described and "outcome" in content
 
     def _selected(self, name: str) -> bool:
         return not self.only or name in self.only
@@ -103,8 +103,7 @@ class Workspace:
     def made(self) -> dict[str, str]:
         """Return the versions, machines, days and time of all runs and parts that were used, also of earlier calls."""
         files = [read_json(path) for path in dict.fromkeys(self.used)]
-        simulated = sum(_seconds(content.get("curve")) for content in files) / 60
-        others = sum(_seconds(content) for content in files) / 60
+        simulated, others = (sum(map(_seconds, of)) / 60 for of in ([f.get("curve") for f in files], files))
         took = f"{simulated:.0f} minutes of one core for simulated runs, {others:.0f} minutes for all else"
         return {**merge_provenance(files), "took": took}
 
@@ -124,25 +123,17 @@ class Workspace:
         if not self._selected(name) and simulation.finished(self.folder) is None:
             self.skipped.append(f"{name}: this run was left out")
             return None
-        columns = (
-            TextColumn("{task.description:<24}"),
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            TimeElapsedColumn(),
-            TextColumn("about"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
-        )
-        with Progress(*columns, console=self.console) as progress:
+        text, left = TextColumn("{task.description:<24}"), TimeRemainingColumn(compact=True)
+        columns = (text, BarColumn(bar_width=16), MofNCompleteColumn(), "{task.fields[metrics]}", TimeElapsedColumn())
+        with Progress(*columns, "about", left, "left", console=self.console) as progress:
             task = progress.add_task(name, total=goal.max_steps, metrics="")
 
             def watch(curve: Curve, done: int) -> None:
                 progress.update(task, completed=done, metrics=_metrics(curve, recipe.metric))
 
             curve = simulation.run(self.folder, watch, probe)
-            last = curve.step[-1]
-            progress.update(task, completed=last, total=last, metrics=_metrics(curve, recipe.metric))
+            watch(curve, curve.step[-1])
+            progress.update(task, total=curve.step[-1])
         self.used.append(self.folder / f"{name}.json")
         return curve
 
@@ -154,8 +145,17 @@ def requested_names(study: Callable[[Workspace], Study], workspace: Workspace) -
     return list(dict.fromkeys(idle.requested))
 
 
+def without_skipped(found: dict[Key, Found | None]) -> dict[Key, Found]:
+    """Return those runs or parts that were not skipped."""
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def run_name(prefix: str, label: str) -> str:
+    """Return the name of a run, which is also that of its file, from its label in tables."""
+    return f"{prefix}-{label}".lower().replace(" %", "").replace(", ", "-").replace(" ", "-")
+
+
 def _described(setup: str, data: Splits | None) -> str:
-    """Return the description that a part's file must contain to be reused."""
     return f"{setup} data={fingerprint(data)}" if data is not None else setup
 
 
@@ -165,17 +165,13 @@ def _seconds(content: Any) -> float:
 
 
 def _make_in_lab(make: Callable[[], Any]) -> Any:
-    """Make a part on emulated hosts; raise StudyError if this machine cannot emulate them."""
     if not ready(check()):
-        raise StudyError(
-            "this machine cannot emulate hosts (thinwire lab --check says why): leave them out by --no-lab"
-        )
+        why = "this machine cannot emulate hosts (thinwire lab --check says why)"
+        raise StudyError(f"{why}: leave them out by --no-lab")
     return make()
 
 
 def _metrics(curve: Curve, metric: str) -> str:
-    """Return the metrics of the last evaluation for the progress display."""
     parts = [f"{name} {values[-1]:.4f}" for name, values in (("train", curve.train), ("test", curve.test)) if values]
-    if curve.objective:
-        parts.append(f"objective {curve.objective[-1]:.4g}")
-    return " ".join([metric, *parts] if curve.train or curve.test else parts)
+    objective = [f"objective {curve.objective[-1]:.4g}"] if curve.objective else []
+    return " ".join([*([metric, *parts] if parts else []), *objective])

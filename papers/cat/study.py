@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from papers.labs import ConfirmationRun, LabTestbed, confirm
-from papers.problems import logistic, optimum
+from papers.problems import logistic, optimum_part
 from papers.simulation import PACKET_BYTES, Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Study, Table, number
-from papers.workspace import Workspace
+from papers.workspace import Workspace, run_name, without_skipped
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import ErrorFeedback, Feedback, NoFeedback
 from thinwire.codec.selection import TopK
@@ -37,12 +37,10 @@ RULES: dict[Rule, tuple[Values, str]] = {"plain": (Float32(), "as they are"), "s
 
 def spent(cost: str, curve: Curve, place: int) -> float:
     """Return what a worker had spent at an evaluation by a cost model, expressed in megabytes."""
-    fixed = curve.step[place] * FIXED_BYTES / 1e6
     if cost == "payload":
         return curve.megabytes[place]
-    if cost == "affine":
-        return curve.megabytes[place] + fixed
-    return curve.packets[place] * (PACKET_BYTES + HEADER_BYTES) / 1e6 + fixed
+    packets = curve.packets[place] * (PACKET_BYTES + HEADER_BYTES) / 1e6
+    return (curve.megabytes[place] if cost == "affine" else packets) + curve.step[place] * FIXED_BYTES / 1e6
 
 
 @dataclass(frozen=True)
@@ -77,19 +75,16 @@ class Problem:
 
     def run(self, workspace: Workspace) -> dict[str, Curve]:
         """Train with every method and return the curves."""
-        curves = {}
-        for name, codec in self.codecs().items():
-            # A random selection has a larger variance and needs a smaller learning rate to be stable.
-            rate = self.lr * (0.2 if "stochastic" in name else 1.0)
-            setting = TrainingSetting(WORKERS, self.batch, rate, 0.0, codec)
-            # If only the payload costs, the rule sends one entry per step and needs many steps.
-            longer = 4 if "payload" in name and self.name == "logistic" else 1
-            goal = replace(self.goal, max_steps=longer * self.goal.max_steps)
-            file = f"{self.name}-{name.replace(' %', '').replace(', ', '-').replace(' ', '-')}".lower()
-            curve = workspace.train(file, self.recipe, self.splits, setting, goal)
-            if curve is not None:
-                curves[name] = curve
-        return curves
+        return without_skipped({name: self._train(workspace, name, codec) for name, codec in self.codecs().items()})
+
+    def _train(self, workspace: Workspace, name: str, codec: Codec | None) -> Curve | None:
+        # A random selection has a larger variance and needs a smaller learning rate to be stable.
+        rate = self.lr * (0.2 if "stochastic" in name else 1.0)
+        # If only the payload costs, the rule sends one entry per step and needs many steps.
+        longer = 4 if "payload" in name and self.name == "logistic" else 1
+        goal = replace(self.goal, max_steps=longer * self.goal.max_steps)
+        setting = TrainingSetting(WORKERS, self.batch, rate, 0.0, codec)
+        return workspace.train(run_name(self.name, name), self.recipe, self.splits, setting, goal)
 
 
 def _adaptive(cost: Cost, rule: Rule, values: Values, elements: int) -> Adaptive:
@@ -101,12 +96,17 @@ def _adaptive(cost: Cost, rule: Rule, values: Values, elements: int) -> Adaptive
 
 def study(workspace: Workspace) -> Study:
     """Train both problems with every method and compare the rule with the best fixed density under each cost model."""
-    convex, best = _convex(workspace)
-    network = get_recipe("mnist-conv")
+    convex, network = logistic(), get_recipe("mnist-conv")
+    splits = workspace.load(convex, first=20_000 if workspace.full else 2000)
+    samples = len(splits.train)
+    best = optimum_part(workspace, convex, splits, samples)
+    goal = Goal(1500 if workspace.full else 400, 10, train_samples=0, test_samples=0, objective_samples=samples)
+    rate = 1.0 / best["smoothness"]
+    one = Problem("logistic", convex, splits, samples // WORKERS, rate, goal, NoFeedback())
     steps = 2500 if workspace.full else 300
     goal = Goal(steps, steps // 30, train_samples=0, test_samples=0, objective_samples=1000)
     other = Problem("network", network, workspace.load(network), 16, 0.05, goal, ErrorFeedback())
-    curves = {"logistic": convex.run(workspace), "network": other.run(workspace)}
+    curves = {problem.name: problem.run(workspace) for problem in (one, other)}
     goals = {name: _goal(found) for name, found in curves.items()}
     testbed = LabTestbed("mnist-conv", workspace.data, hosts=4, rate="100mbit", batch=16, lr=0.05)
     run = ConfirmationRun(testbed, "topk1", Codec(TopK(0.01), Bits(8)), 0.9, 600, 25)
@@ -133,24 +133,6 @@ def study(workspace: Workspace) -> Study:
         ],
         facts={"workers": f"{WORKERS}", "data": "MNIST"},
     )
-
-
-def _convex(workspace: Workspace) -> tuple[Problem, dict[str, float]]:
-    recipe = logistic()
-    splits = workspace.load(recipe, first=20_000 if workspace.full else 2000)
-    samples = len(splits.train)
-    best = workspace.part(
-        "optimum",
-        lambda: optimum(recipe, splits.train, samples),
-        setup=f"{recipe.name} samples={samples}",
-        data=splits,
-        needed=True,
-    )
-    assert best is not None  # a needed part is always made
-    steps = 1500 if workspace.full else 400
-    goal = Goal(steps, 10, train_samples=0, test_samples=0, objective_samples=samples)
-    rate = 1.0 / best["smoothness"]
-    return Problem("logistic", recipe, splits, samples // WORKERS, rate, goal, NoFeedback()), best
 
 
 def _goal(curves: dict[str, Curve]) -> float:
@@ -183,25 +165,17 @@ def _claims(name: str, rows: dict[str, dict[str, float | None]]) -> list[Claim]:
         share = ours / fixed[best] if ours is not None else None
         dense = rows.get("dense", {}).get(cost)
         note = f"best fixed: {best}" + (f"; {dense / ours:.3g}x less than dense" if dense and ours else "")
-        claims.append(
-            Claim(
-                f"{name}, {cost}: the rule's cost over the best fixed density's",
-                1.0,
-                share,
-                "x",
-                (share is not None and share <= 1.0) if all_ran else None,
-                note,
-            )
-        )
+        holds = (share is not None and share <= 1.0) if all_ran else None
+        what = f"{name}, {cost}: the rule's cost over the best fixed density's"
+        claims.append(Claim(what, 1.0, share, "x", holds, note))
     return claims
 
 
 def _verdict(claims: list[Claim]) -> str:
-    judged = [claim for claim in claims if claim.holds is not None]
-    holding = sum(1 for claim in judged if claim.holds)
+    judged = [claim.holds for claim in claims if claim.holds is not None]
     if not judged:
         return "Nothing is judged: not all runs of any comparison were made."
-    return f"The rule costs no more than the best fixed density in {holding} of {len(judged)} comparisons."
+    return f"The rule costs no more than the best fixed density in {sum(judged)} of {len(judged)} comparisons."
 
 
 def _table(name: str, curves: dict[str, Curve], rows: dict[str, dict[str, float | None]], goal: float) -> Table:
@@ -215,9 +189,8 @@ def _table(name: str, curves: dict[str, Curve], rows: dict[str, dict[str, float 
         }
         for method, row in rows.items()
     ]
-    return Table(
-        f"{name}: what an objective of {goal:.4g} costs a worker", table, "Cost by each model, expressed in megabytes."
-    )
+    title = f"{name}: what an objective of {goal:.4g} costs a worker"
+    return Table(title, table, "Cost by each model, expressed in megabytes.")
 
 
 def _figures(curves: dict[str, dict[str, Curve]], best: float) -> list[Figure]:
@@ -225,10 +198,10 @@ def _figures(curves: dict[str, dict[str, Curve]], best: float) -> list[Figure]:
     for name, found in curves.items():
         base, words = (best, "objective above the optimum") if name == "logistic" else (0.0, "training loss")
         for cost in COSTS:
-            shown = {n: c for n, c in found.items() if not n.startswith("CAT") or cost in n}
             series = [
                 Series(n, [spent(cost, c, i) for i in range(len(c.step))], [max(v - base, 1e-5) for v in c.objective])
-                for n, c in shown.items()
+                for n, c in found.items()
+                if not n.startswith("CAT") or cost in n
             ]
             figures.append(Figure(f"{name}: {cost}", "cost of a worker (MB)", words, series, log="xy"))
     return figures

@@ -5,13 +5,12 @@ narrow values; German to English translation with recurrent networks and a Trans
 of a step is measured in the lab.
 """
 
-from functools import partial
 from typing import Any, Literal
 
-from papers.labs import ConfirmationRun, LabTestbed, accuracy_figures, accuracy_row, confirm, step_times
+from papers.labs import ConfirmationRun, LabTestbed, accuracy_figures, accuracy_row, confirm, step_times_part
 from papers.simulation import Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Study, Table, number, percent
-from papers.workspace import Workspace
+from papers.workspace import Workspace, run_name, without_skipped
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import ErrorFeedback, Feedback, NoFeedback
 from thinwire.codec.selection import TopK
@@ -66,8 +65,8 @@ def study(workspace: Workspace) -> Study:
     splits = workspace.load(get_recipe("mnist"))
     digits = _train_digits(workspace, splits)
     testbed = LabTestbed("mnist", workspace.data, hosts=WORKERS, rate="1gbit", batch=32, lr=0.05)
-    lab = _step_times(workspace, "mnist-steps", testbed, list(LAB.values()), splits)
-    ms = {name: found for name, codec in MNIST.items() if (found := lab_ms(lab, name, codec)) is not None}
+    lab = step_times_part(workspace, "mnist-steps", testbed, list(LAB.values()), 16, splits)
+    ms = without_skipped({name: lab_ms(lab, name, codec) for name, codec in MNIST.items()})
     translations = _train_translations(workspace)
     times = _translation_times(workspace)
     run = ConfirmationRun(testbed, "topk1", Codec(TopK(0.01), Bits(8)), 0.9, 200, 10)
@@ -100,21 +99,14 @@ def study(workspace: Workspace) -> Study:
     )
 
 
-def _file(prefix: str, name: str) -> str:
-    return f"{prefix}-{name}".lower().replace(" %", "").replace(", ", "-").replace(" ", "-")
-
-
 def _train_digits(workspace: Workspace, splits: Splits) -> dict[str, Curve]:
     recipe = get_recipe("mnist")
     steps = 2340 if workspace.full else 234
     goal = Goal(steps, steps // 12, train_samples=0, test_samples=None if workspace.full else 2000)
-    curves = {}
-    for name, codec in MNIST.items():
-        setting = TrainingSetting(WORKERS, 32, 0.05, 0.0, codec)
-        curve = workspace.train(_file("mnist", name), recipe, splits, setting, goal)
-        if curve is not None:
-            curves[name] = curve
-    return curves
+    settings = {name: TrainingSetting(WORKERS, 32, 0.05, 0.0, codec) for name, codec in MNIST.items()}
+    return without_skipped(
+        {name: workspace.train(run_name("mnist", name), recipe, splits, own, goal) for name, own in settings.items()}
+    )
 
 
 def _translators(workspace: Workspace) -> list[str]:
@@ -132,18 +124,13 @@ def _train_translations(workspace: Workspace) -> dict[str, dict[str, Curve]]:
         steps = max(1, per_epoch * (EPOCHS[name] if workspace.full else 1))
         every = max(1, steps // (EPOCHS[name] if workspace.full else 3))
         goal = Goal(steps, every, train_samples=0, test_samples=None)
+        own = {}
         for method, codec in methods.items():
             dense_steps = 100 if codec is not None else 0
             setting = TrainingSetting(WORKERS, defaults.batch, defaults.lr, defaults.momentum, codec, dense_steps)
-            curve = workspace.train(_file(name, method), recipe, splits, setting, goal)
-            if curve is not None:
-                curves.setdefault(name, {})[method] = curve
-    return curves
-
-
-def _step_times(workspace: Workspace, name: str, testbed: LabTestbed, methods: list[str], splits: Splits) -> Any:
-    setup = f"{testbed.setup} {', '.join(methods)} steps=16"
-    return workspace.lab_part(name, partial(step_times, testbed, methods, steps=16), setup=setup, data=splits)
+            own[method] = workspace.train(run_name(name, method), recipe, splits, setting, goal)
+        curves[name] = without_skipped(own)
+    return {name: own for name, own in curves.items() if own}
 
 
 def _translation_times(workspace: Workspace) -> dict[str, Any]:
@@ -151,21 +138,17 @@ def _translation_times(workspace: Workspace) -> dict[str, Any]:
     for name in _translators(workspace):
         recipe = get_recipe(name)
         testbed = LabTestbed(name, workspace.data, WORKERS, "1gbit", recipe.defaults.batch, recipe.defaults.lr)
-        lab = _step_times(workspace, f"{name}-steps", testbed, ["dense", "topk1"], workspace.load(recipe))
-        if lab:
-            times[name] = lab
+        splits = workspace.load(recipe)
+        times[name] = step_times_part(workspace, f"{name}-steps", testbed, ["dense", "topk1"], 16, splits)
     return times
 
 
 def lab_ms(lab: Any, name: str, codec: Codec | None) -> float | None:
     """Return the lab's step time for a run; None if the lab did not measure a codec that sends the same values."""
     method = LAB.get(name)
-    if not lab or method is None:
+    if not lab or method is None or (codec is not None and resolve_codec(method).values != codec.values):
         return None
-    if codec is not None and resolve_codec(method).values != codec.values:
-        return None
-    ms: float = lab[method]["ms"]
-    return ms
+    return float(lab[method]["ms"])
 
 
 def _speedup_claim(what: str, paper: float, lab: Any) -> Claim:
@@ -180,9 +163,8 @@ def digit_claims(curves: dict[str, Curve], lab: Any) -> list[Claim]:
     if dense and sparse:
         points = 100 * (sparse.best_test - dense.best_test)
         note = f"{percent(sparse.best_test)} against {percent(dense.best_test)}; at least -0.2 is asked for"
-        claims.append(
-            Claim("MNIST, 99 % dropped: points above dense's accuracy", 0.0, points, "", points >= -0.2, note)
-        )
+        what = "MNIST, 99 % dropped: points above dense's accuracy"
+        claims.append(Claim(what, 0.0, points, "", points >= -0.2, note))
     if lab:
         claims.append(_speedup_claim("MNIST", MNIST_SPEEDUP, lab))
     timed = curves.get("99 %, 8 bit", sparse)  # the lab sends 8-bit values
@@ -210,10 +192,8 @@ def translation_claims(curves: dict[str, dict[str, Curve]], times: dict[str, Any
         for method, curve in methods.items():
             if dense and method != "dense":
                 gap = curve.best_test - dense.best_test
-                trained = f"{curve.step[-1] / curve.steps_per_epoch:g} epochs"
-                note = (
-                    f"{curve.best_test:.2f} against {dense.best_test:.2f} after {trained}; at least -0.5 is asked for"
-                )
+                both = f"{curve.best_test:.2f} against {dense.best_test:.2f}"
+                note = f"{both} after {curve.epoch[-1]:g} epochs; at least -0.5 is asked for"
                 what = f"{TRANSLATORS[name]}, {method} dropped: BLEU above dense's"
                 claims.append(Claim(what, 0.0, gap, "", gap >= -0.5, note))
         if times.get(name):
@@ -222,13 +202,13 @@ def translation_claims(curves: dict[str, dict[str, Curve]], times: dict[str, Any
 
 
 def _verdict(claims: list[Claim]) -> str:
-    judged = [claim for claim in claims if claim.holds is not None]
-    failed = [claim.what for claim in judged if not claim.holds]
-    if not judged:
+    held = [claim for claim in claims if claim.holds]
+    failed = [claim.what for claim in claims if claim.holds is False]
+    if not held and not failed:
         return "Nothing is judged: none of the runs that the claims are about was made."
     if not failed:
-        return f"All {len(judged)} claims hold here."
-    return f"{len(judged) - len(failed)} of {len(judged)} claims hold here; not: {'; '.join(failed)}."
+        return f"All {len(held)} claims hold here."
+    return f"{len(held)} of {len(held) + len(failed)} claims hold here; not: {'; '.join(failed)}."
 
 
 def _digit_table(curves: dict[str, Curve], times: dict[str, float]) -> Table:
@@ -242,14 +222,10 @@ def lab_tables(lab: Any) -> list[Table]:
     """Return the table of the lab's step times on MNIST, by codec."""
     if not lab:
         return []
-    rows = [
-        {
-            "Codec": method,
-            "Step": number(lab[method]["ms"], "ms"),
-            "Sent by a host": number(lab[method]["bytes"] / 1e6, "MB"),
-        }
-        for method in LAB.values()
-    ]
+    rows = []
+    for method in LAB.values():
+        ms, megabytes = lab[method]["ms"], lab[method]["bytes"] / 1e6
+        rows.append({"Codec": method, "Step": number(ms, "ms"), "Sent by a host": number(megabytes, "MB")})
     return [Table("MNIST, a step in the lab", rows, "4 hosts at 1 Gbit/s; values of 8 bits where not dense.")]
 
 
@@ -260,15 +236,9 @@ def translation_tables(curves: dict[str, dict[str, Curve]], times: dict[str, Any
         lab = times.get(name)
         for method, curve in methods.items():
             ms = lab[TRANSLATION_LAB[method]]["ms"] if lab and method in TRANSLATION_LAB else None
-            rows.append(
-                {
-                    "Model": f"{TRANSLATORS[name]}, {method}",
-                    "Best BLEU": f"{curve.best_test:.2f}",
-                    "Steps": number(curve.step[-1]),
-                    "MB sent": number(curve.megabytes[-1]),
-                    "Step in the lab": number(ms, "ms"),
-                }
-            )
+            row = {"Model": f"{TRANSLATORS[name]}, {method}", "Best BLEU": f"{curve.best_test:.2f}"}
+            row |= {"Steps": number(curve.step[-1]), "MB sent": number(curve.megabytes[-1])}
+            rows.append(row | {"Step in the lab": number(ms, "ms")})
     return [Table("Translation, Multi30k", rows)] if rows else []
 
 

@@ -80,18 +80,8 @@ class Seeds:
         return f"{listed([f'{value:.2f}' for value in self.tests(last)])} %"
 
     @property
-    def megabytes(self) -> float:
-        """The megabytes that a worker sent in all, mean over the seeds."""
-        return statistics.mean(curve.megabytes[-1] for curve in self.curves.values())
-
-    @property
     def _per_epoch(self) -> int:
         return next(iter(self.curves.values())).steps_per_epoch
-
-
-def run_name(method: str, seed: int) -> str:
-    """Return the name of a run and its file."""
-    return f"{method}-seed{seed}" if seed else method
 
 
 def listed(words: Sequence[str]) -> str:
@@ -147,7 +137,7 @@ def times_of(seeds: dict[str, Seeds], paper: Any, served: Any, ring: Any) -> Tim
         seconds = {
             # thinwire sends changes of the model through its own server instead of broadcasting the model.
             "paper": _seconds(served if name == "thinwire" else paper, name),
-            "own": None if name == "thinwire" or not paper else own_ms(paper[name]) / 1e3,
+            "own": None if name == "thinwire" else _seconds(paper, name, own=True),
             "served": _seconds(served, name),
             "ring": _seconds(ring, name),
         }
@@ -156,13 +146,12 @@ def times_of(seeds: dict[str, Seeds], paper: Any, served: Any, ring: Any) -> Tim
     return times
 
 
-def own_ms(phases: dict[str, float]) -> float:
-    """Return the time of a step on hosts that do not share cores: the slowest host computes as if it were alone."""
-    return phases["ms"] - phases["compute"] + phases["alone"]
-
-
-def _seconds(measured: Any, name: str) -> float | None:
-    return measured[name]["ms"] / 1e3 if measured else None
+def _seconds(measured: Any, name: str, *, own: bool = False) -> float | None:
+    """Return the time of a step; on `own` cores the slowest host computes as if it were alone."""
+    if not measured:
+        return None
+    phases: dict[str, float] = measured[name]
+    return (phases["ms"] - phases["compute"] + phases["alone"] if own else phases["ms"]) / 1e3
 
 
 def _speedup(times: Times, seeds: dict[str, Seeds], name: str, way: str) -> tuple[float | None, bool]:
@@ -183,23 +172,20 @@ def time_claims(times: Times, seeds: dict[str, Seeds], full: bool) -> list[Claim
         what = f"{name}: seconds to 99.5 % train accuracy"
         note = _joined(PREDICTION, _several_epochs(seeds, name))
         claims.append(Claim(what, seconds if full else None, times[name]["paper_seconds"], "s", None, note))
-    for name, required in (("percentile90", PAPER_SPEEDUP), ("thinwire", 5.0)):
-        epochs = compared(seeds, name, Seeds.list_epochs)
-        paper, note = (PAPER_SPEEDUP, "") if name == "percentile90" else (None, "5x is asked for")
+    for name, paper, asked in (("percentile90", PAPER_SPEEDUP, ""), ("thinwire", None, "5x is asked for")):
+        note = _joined(asked, compared(seeds, name, Seeds.list_epochs))
         for way, words in WAYS.items():
             if (name, way) == ("thinwire", "own"):
                 continue  # the computation of thinwire's server was not measured on a host alone
             if (name, way) == ("thinwire", "paper"):
                 words = OWN_SERVER
             gain, judged = _speedup(times, seeds, name, way)
-            holds = (gain is not None and gain >= required) if judged else None
-            what = f"{name}: speed-up to the target, {words}"
-            claims.append(Claim(what, paper, gain, "x", holds, _joined(note, epochs)))
+            holds = (gain is not None and gain >= (paper or 5.0)) if judged else None
+            claims.append(Claim(f"{name}: speed-up to the target, {words}", paper, gain, "x", holds, note))
     return claims
 
 
 def _several_epochs(seeds: dict[str, Seeds], name: str) -> str:
-    """List the epochs of a method's single seeds if it has several."""
     return seeds[name].list_epochs() if len(seeds.get(name, ())) > 1 else ""
 
 
@@ -226,12 +212,11 @@ def epoch_claims(seeds: dict[str, Seeds], full: bool) -> list[Claim]:
 
 
 def _not_reached(own: Seeds) -> str:
-    """List the best train accuracy of those seeds that did not reach the target."""
-    found = []
-    for curve in own.curves.values():
-        if not curve.reached:
-            end = f", diverged at step {curve.diverged}" if curve.diverged else ""
-            found.append(f"{percent(max(curve.train))} at best{end}")
+    found = [
+        f"{percent(max(curve.train))} at best" + (f", diverged at step {curve.diverged}" if curve.diverged else "")
+        for curve in own.curves.values()
+        if not curve.reached
+    ]
     return f"not reached: {listed(found)}" if found else ""
 
 
@@ -239,12 +224,9 @@ def phase_claims(phases: Any) -> list[Claim]:
     """Compare the time of the aggregation phase with the paper's."""
     if not phases:
         return []
-    claims = [
-        Claim(f"{name}: aggregation", paper, phases[name]["aggregate"] / 1e3, "s", None)
-        for name, paper in PAPER_AGGREGATION.items()
-    ]
-    paper = PAPER_AGGREGATION["dense"] / PAPER_AGGREGATION["percentile90"]
-    gain = phases["dense"]["aggregate"] / phases["percentile90"]["aggregate"]
+    ms = {name: phases[name]["aggregate"] for name in PAPER_AGGREGATION}
+    claims = [Claim(f"{name}: aggregation", paper, ms[name] / 1e3, "s") for name, paper in PAPER_AGGREGATION.items()]
+    paper, gain = (each["dense"] / each["percentile90"] for each in (PAPER_AGGREGATION, ms))
     return [*claims, Claim("percentile90: aggregation faster than dense", paper, gain, "x", gain >= paper)]
 
 
@@ -320,25 +302,12 @@ def time_table(seeds: dict[str, Seeds], times: Times) -> Table:
     """Return the table of steps, times of a step and times to the target."""
     rows = []
     for name, own in seeds.items():
-        t = times[name]
-        rows.append(
-            {
-                "Method": name,
-                "Seeds": str(len(own)),
-                "Epochs": number(own.epochs),
-                "Steps": number(own.steps),
-                "Step": number(t["paper"], "s"),
-                "To target": number(t["paper_seconds"], "s"),
-                "Step, own cores": number(t["own"], "s"),
-                "To target, own cores": number(t["own_seconds"], "s"),
-                "Step, served": number(t["served"], "s"),
-                "To target, served": number(t["served_seconds"], "s"),
-                "Step, all-reduce": number(t["ring"], "s"),
-                "To target, all-reduce": number(t["ring_seconds"], "s"),
-                "Sent by a worker": number(own.megabytes, "MB"),
-                "Test accuracy": f"{own.test():.2f} %",
-            }
-        )
+        row = {"Method": name, "Seeds": str(len(own)), "Epochs": number(own.epochs), "Steps": number(own.steps)}
+        for way, words in {"paper": "", "own": ", own cores", "served": ", served", "ring": ", all-reduce"}.items():
+            row[f"Step{words}"] = number(times[name][way], "s")
+            row[f"To target{words}"] = number(times[name][f"{way}_seconds"], "s")
+        row["Sent by a worker"] = number(statistics.mean(c.megabytes[-1] for c in own.curves.values()), "MB")
+        rows.append(row | {"Test accuracy": f"{own.test():.2f} %"})
     note = (
         "Steps are simulated; times are measured in the lab. The first two time columns are for a master that "
         "broadcasts the model, as in the paper (thinwire: its own server), on cores that all hosts share. Own cores: "
@@ -354,19 +323,11 @@ def seed_tables(seeds: dict[str, Seeds]) -> list[Table]:
     if not several(seeds):
         return []
     rows = []
-    for name, own in seeds.items():
-        for seed, curve in own.curves.items():
-            alone = Seeds({seed: curve})
-            rows.append(
-                {
-                    "Method": name,
-                    "Seed": str(seed),
-                    "Epochs": number(alone.epochs),
-                    "Test accuracy": alone.list_tests(),
-                    f"Mean of the last {LAST}": alone.list_tests(LAST),
-                    "Best test accuracy": percent(curve.best_test),
-                }
-            )
+    for name, seed, curve in ((name, *item) for name, own in seeds.items() for item in own.curves.items()):
+        alone = Seeds({seed: curve})
+        row = {"Method": name, "Seed": str(seed), "Epochs": number(alone.epochs), "Test accuracy": alone.list_tests()}
+        row |= {f"Mean of the last {LAST}": alone.list_tests(LAST), "Best test accuracy": percent(curve.best_test)}
+        rows.append(row)
     return [Table("Every seed", rows, f"Test accuracy: at the end, over the last {LAST} evaluations, and at its best.")]
 
 
@@ -388,6 +349,7 @@ def phase_table(title: str, phases: Any) -> Table:
 
 def sweep_table(sweep: dict[str, dict[float, Curve]]) -> Table:
     """Return the table of loss and train accuracy by the share that is dropped."""
+    steps = max((c.step[-1] for found in sweep.values() for c in found.values()), default=0)
     rows = []
     for dropped in (0.0, *DROPPED):
         row = {"Dropped": f"{dropped:g} %"}
@@ -396,7 +358,6 @@ def sweep_table(sweep: dict[str, dict[float, Curve]]) -> Table:
             row[f"Loss, {words}"] = "–" if curve is None else "diverged" if curve.diverged else number(curve.loss[-1])
             row[f"Train accuracy, {words}"] = f"{100 * curve.train[-1]:.1f} %" if curve else "–"
         rows.append(row)
-    steps = max((c.step[-1] for found in sweep.values() for c in found.values()), default=0)
     return Table("How much can be dropped", rows, f"After {steps} steps; 32-bit values.")
 
 
@@ -439,28 +400,17 @@ def interval_figures(intervals: dict[str, Any]) -> list[Figure]:
         cumulative = [100 * total for total in itertools.accumulate(found["share"])]
         series.append(Series(name, list(range(1, len(cumulative) + 1)), list(cumulative)))
     never = ", ".join(f"{name}: {100 * found['never']:.1f} %" for name, found in intervals.items())
-    return [
-        Figure(
-            "Steps until an entry is sent again",
-            "steps since it was last sent",
-            "share of the entries sent again (%)",
-            series,
-            log="x",
-            note=f"Of one worker. Never sent in {len(series[0].x)} steps: {never}",
-        )
-    ]
+    title, x = "Steps until an entry is sent again", "steps since it was last sent"
+    note = f"Of one worker. Never sent in {len(series[0].x)} steps: {never}"
+    return [Figure(title, x, "share of the entries sent again (%)", series, log="x", note=note)]
 
 
 def magnitude_figures(histograms: list[dict[str, Any]]) -> list[Figure]:
     """Plot the histograms of gradient magnitudes, one figure per layer."""
-    layers = list(dict.fromkeys(histogram["layer"] for histogram in histograms))
+    layers: dict[str, list[Series]] = {}
+    for found in histograms:
+        layers.setdefault(found["layer"], []).append(Series(f"step {found['step']}", found["x"], found["y"]))
     return [
-        Figure(
-            f"Gradient magnitudes: {layer}",
-            "magnitude",
-            "entries (%)",
-            [Series(f"step {s['step']}", s["x"], s["y"]) for s in histograms if s["layer"] == layer],
-            log="x",
-        )
-        for layer in layers
+        Figure(f"Gradient magnitudes: {layer}", "magnitude", "entries (%)", series, log="x")
+        for layer, series in layers.items()
     ]

@@ -63,9 +63,8 @@ class Chain:
 
     def close(self) -> None:
         """Close the connections."""
-        for connection in (self._before, self._after):
-            if connection is not None:
-                connection.close()
+        for connection in filter(None, (self._before, self._after)):
+            connection.close()
 
 
 def _own_address() -> str:
@@ -103,19 +102,16 @@ class Host:
         nn.utils.vector_to_parameters(self.vector, self.model.parameters())
 
     def compute(self) -> Tensor:
-        """Return this host's gradient as the message to send; the master's is empty."""
+        """Return this host's gradient as the message to send; the master's is empty.
+
+        A message has one row, the dense gradient; or two, the selected indices (as float32 bits) and their values.
+        """
         if self.master:
-            return self._message([])
+            return torch.empty(1 if self.codec is None else 2, 0)
         images = torch.randn(self.batch, 3, 32, 32, generator=self.generator)
         labels = torch.randint(0, 10, (self.batch,), generator=self.generator)
         loss = nn.functional.cross_entropy(self.model(images), labels)
-        return self._message(list(torch.autograd.grad(loss, list(self.model.parameters()))))
-
-    def _message(self, gradients: list[Tensor]) -> Tensor:
-        """Return one row, the dense gradient; or two rows, the selected indices (as float32 bits) and their values."""
-        rows = 1 if self.codec is None else 2
-        if self.master:
-            return torch.empty(rows, 0)
+        gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         if self.codec is None:
             return torch.cat([gradient.reshape(-1) for gradient in gradients]).view(1, -1)
         reader = FrameReader(self.codec.encode(dict(zip(self.names, gradients, strict=True))), self.numels)

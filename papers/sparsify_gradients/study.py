@@ -9,8 +9,11 @@ import json
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,8 @@ from papers.simulation import Cluster, Curve, Goal, TrainingSetting
 from papers.sparsify_gradients import findings
 from papers.sparsify_gradients.findings import BATCH, DROPPED, LR, SEEDS, TARGET, THINWIRE, WORKERS, Seeds
 from papers.sparsify_gradients.process import COALESCE_SECONDS
-from papers.study import Study, Table
-from papers.workspace import Workspace
+from papers.study import Study
+from papers.workspace import Workspace, without_skipped
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import ErrorFeedback, NoFeedback
 from thinwire.codec.frame import FrameReader
@@ -47,29 +50,26 @@ def study(workspace: Workspace) -> Study:
     sweep = _sweep(workspace, recipe, splits)
     steps = (300, 100) if workspace.full else (40, 20)
     setup = f"{recipe.name} {WORKERS} x {BATCH} lr={LR:g} steps="
-    intervals = workspace.part(
-        "away", lambda: _intervals(recipe, splits, steps[0]), setup=f"{setup}{steps[0]}", data=splits
-    )
-    magnitudes = workspace.part(
-        "magnitudes", lambda: _magnitudes(recipe, splits, steps[1]), setup=f"{setup}{steps[1]}", data=splits
+    intervals, magnitudes = (
+        workspace.part(name, partial(make, recipe, splits, count), setup=f"{setup}{count}", data=splits)
+        for name, make, count in (("away", _intervals, steps[0]), ("magnitudes", _magnitudes, steps[1]))
     )
     testbed = LabTestbed("cifar10", workspace.data, hosts=WORKERS + 1, rate="500mbit", batch=BATCH, lr=LR)
-    paper, served, ring = _step_times(workspace, testbed, workspace.load(recipe))
+    workers = replace(testbed, hosts=WORKERS)  # without the master, for DDP
+    paper, served, ring = _step_times(workspace, testbed, workers, workspace.load(recipe))
     method = THINWIRE[workspace.full]
-    run = ConfirmationRun(_workers_only(testbed), method, resolve_codec(method), 0.35, 300, 10, 1000)
+    run = ConfirmationRun(workers, method, resolve_codec(method), 0.35, 300, 10, 1000)
     confirm_claims, confirm_tables = confirm(workspace, run, ring)
     times = findings.times_of(seeds, paper, served, ring)
     claims = [*findings.time_claims(times, seeds, workspace.full), *findings.epoch_claims(seeds, workspace.full)]
     claims += [*findings.phase_claims(paper), *findings.test_claims(seeds), *confirm_claims]
-    swept = any(sweep.values())
-    tables = [
-        findings.time_table(seeds, times),
-        *findings.seed_tables(seeds),
-        *_phase_tables(paper, served),
-        *([findings.sweep_table(sweep)] if swept else []),
-        *confirm_tables,
-    ]
-    figures = [*findings.curve_figures(seeds, times), *(findings.sweep_figures(sweep) if swept else [])]
+    phases = {"Phases of a step as in the paper": paper, "Phases of a step with thinwire's server": served}
+    tables = [findings.time_table(seeds, times), *findings.seed_tables(seeds)]
+    tables += [findings.phase_table(title, measured) for title, measured in phases.items() if measured]
+    figures = findings.curve_figures(seeds, times)
+    if any(sweep.values()):
+        tables.append(findings.sweep_table(sweep))
+        figures += findings.sweep_figures(sweep)
     figures += [*findings.interval_figures(intervals or {}), *findings.magnitude_figures(magnitudes or [])]
     return Study(
         "sparsify-gradients",
@@ -78,29 +78,25 @@ def study(workspace: Workspace) -> Study:
         "Lam, Look and Whittell, 2017",
         findings.verdict(times, seeds),
         claims,
-        tables,
+        tables + confirm_tables,
         figures,
         findings.differences(workspace, len(splits.train), seeds),
-        facts={
-            "workers": f"{WORKERS} and a master",
-            "batch": f"{BATCH} x {WORKERS}",
-            "rate": f"{LR:g}",
-            "network": "500 Mbit/s, emulated",
-        },
+        facts={"workers": f"{WORKERS} and a master", "batch": f"{BATCH} x {WORKERS}"}
+        | {"rate": f"{LR:g}", "network": "500 Mbit/s, emulated"},
     )
 
 
-def _step_times(workspace: Workspace, testbed: LabTestbed, splits: Splits) -> tuple[Any, Any, Any]:
+def _step_times(workspace: Workspace, testbed: LabTestbed, workers: LabTestbed, splits: Splits) -> tuple[Any, Any, Any]:
     """Measure a step in three ways: the paper's, thinwire's server, and without a master. None without the lab."""
     both = findings.codecs(workspace.full)
     broadcast, ring = ["dense", "percentile90"], {name: push for name, (push, _) in both.items()}
     steps = 40 if workspace.full else 12  # a few per cent decide whether the paper's own claim holds
+    chain = f"chain of {1e3 * COALESCE_SECONDS:g} ms, exact, also alone: {', '.join(broadcast)} steps={steps}"
     return (
         workspace.lab_part(  # its processes use random images, so the data is not part of its identity
             "broadcast",
             lambda: broadcast_phases(testbed, broadcast, steps=steps),
-            setup=f"{testbed.setup} chain of {1e3 * COALESCE_SECONDS:g} ms, exact, also alone: "
-            f"{', '.join(broadcast)} steps={steps}",
+            setup=f"{testbed.setup} {chain}",
         ),
         workspace.lab_part(
             "phases",
@@ -110,8 +106,8 @@ def _step_times(workspace: Workspace, testbed: LabTestbed, splits: Splits) -> tu
         ),
         workspace.lab_part(
             "all-reduce",
-            lambda: _ring_times(_workers_only(testbed), ring),
-            setup=f"{_workers_only(testbed).setup} {', '.join(ring.values())} steps=12",
+            lambda: _ring_times(workers, ring),
+            setup=f"{workers.setup} {', '.join(ring.values())} steps=12",
             data=splits,
         ),
     )
@@ -123,39 +119,28 @@ def broadcast_phases(testbed: LabTestbed, methods: Sequence[str], *, steps: int)
     Also returned are `moved`, the distance by which the steps changed the model, `sent`, the bytes of a gradient, and
     `alone`, the milliseconds of the slowest host's computation while the other hosts are idle.
     """
-    by_method: dict[str, list[dict[str, float]]] = {}
-    alone: dict[str, list[float]] = {}
+    events: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)  # by kind and method
 
     def read(host: int, line: str) -> None:
         kind, _, rest = line.partition(" ")
         if kind in ("STEP", "ALONE"):
             event = json.loads(rest)
-            method = event.pop("method")
-            if kind == "STEP":
-                by_method.setdefault(method, []).append(event)
-            else:
-                alone.setdefault(method, []).append(event["seconds"])
+            events[kind, event.pop("method")].append(event)
 
     options = json.dumps({"methods": list(methods), "batch": testbed.batch, "steps": steps})
     argv = [sys.executable, "-m", "papers.sparsify_gradients.process", options]
     launch(argv, testbed.hosts, testbed.rate, read)
-    return {
-        method: {
-            **_median_phases(events[2:]),
-            "moved": events[-1]["moved"],
-            "alone": 1e3 * statistics.median(alone[method]),
-        }
-        for method, events in by_method.items()
-    }
+    found = {}
+    for method in methods:
+        medians = _median_phases(events["STEP", method][2:])
+        alone = 1e3 * statistics.median(event["seconds"] for event in events["ALONE", method])
+        found[method] = {**medians, "moved": events["STEP", method][-1]["moved"], "alone": alone}
+    return found
 
 
 def _median_phases(events: list[dict[str, float]]) -> dict[str, float]:
-    phases = {
-        "synchronise": ("began", "synchronised"),
-        "compute": ("synchronised", "computed"),
-        "aggregate": ("computed", "ended"),
-        "ms": ("began", "ended"),
-    }
+    phases = {"synchronise": ("began", "synchronised"), "compute": ("synchronised", "computed")}
+    phases |= {"aggregate": ("computed", "ended"), "ms": ("began", "ended")}
     medians = {
         name: 1e3 * statistics.median(event[end] - event[begin] for event in events)
         for name, (begin, end) in phases.items()
@@ -184,9 +169,9 @@ def served_phases(testbed: LabTestbed, push: str, pull: str, *, steps: int) -> d
         training = ServedTraining(get_recipe(testbed.recipe), served, place, Path(folder) / "log.jsonl")
         training.run()
         log = read_log(training.log)
-    by_step: dict[int, list[Step]] = {}
+    by_step: dict[int, list[Step]] = defaultdict(list)
     for step in log.steps:
-        by_step.setdefault(step.step, []).append(step)
+        by_step[step.step].append(step)
     complete = [steps for number, steps in sorted(by_step.items()) if number > 2 and len(steps) == workers]
 
     def median(name: str) -> float:
@@ -196,16 +181,6 @@ def served_phases(testbed: LabTestbed, push: str, pull: str, *, steps: int) -> d
     phases = {name: median(name) for name in ("compute", "aggregate", "synchronise")}
     ends = [max(step.wall for step in steps) for steps in complete]
     return {**phases, "ms": 1e3 * statistics.median(after - before for before, after in pairwise(ends))}
-
-
-def _phase_tables(paper: Any, served: Any) -> list[Table]:
-    titles = {"Phases of a step as in the paper": paper, "Phases of a step with thinwire's server": served}
-    return [findings.phase_table(title, phases) for title, phases in titles.items() if phases]
-
-
-def _workers_only(testbed: LabTestbed) -> LabTestbed:
-    """Return the same hosts without the master, for DDP."""
-    return replace(testbed, hosts=WORKERS)
 
 
 def _ring_times(testbed: LabTestbed, methods: dict[str, str]) -> Any:
@@ -221,30 +196,28 @@ def _seeds(workspace: Workspace, recipe: Recipe, splits: Splits) -> dict[str, Se
     epochs, every, samples, test = (60, 1, 5000, 10_000) if workspace.full else (90, 2, 1040, 500)
     goal = Goal(epochs * per_epoch, every * per_epoch, samples, test, target=TARGET)
     methods = findings.codecs(workspace.full)
-    curves: dict[str, dict[int, Curve]] = {name: {} for name in methods}
+    curves: dict[str, dict[int, Curve | None]] = {name: {} for name in methods}
     for seed in range(SEEDS[workspace.full]):  # in this order, methods can be compared after the first seed
         for name, (push, _) in methods.items():
             codec = None if push == "dense" else resolve_codec(push)
             setting = TrainingSetting(WORKERS, BATCH, LR, 0.0, codec, seed=seed)
-            curve = workspace.train(findings.run_name(name, seed), recipe, splits, setting, goal)
-            if curve is not None:
-                curves[name][seed] = curve
-    return {name: Seeds(own) for name, own in curves.items() if own}
+            run = f"{name}-seed{seed}" if seed else name
+            curves[name][seed] = workspace.train(run, recipe, splits, setting, goal)
+    return {name: Seeds(found) for name, own in curves.items() if (found := without_skipped(own))}
 
 
 def _sweep(workspace: Workspace, recipe: Recipe, splits: Splits) -> dict[str, dict[float, Curve]]:
     """Train for the same number of steps with every share dropped, with and without error feedback."""
     steps, samples = (1500, 2000) if workspace.full else (60, 1040)
     goal = Goal(steps, steps, samples, 1000)
-    curves: dict[str, dict[float, Curve]] = {"without error feedback": {}, "with error feedback": {}}
+    curves: dict[str, dict[float, Curve | None]] = {"without error feedback": {}, "with error feedback": {}}
     for dropped in (0.0, *DROPPED):
         for words, feedback in zip(curves, (NoFeedback(), ErrorFeedback()), strict=True):
             codec = Codec(Percentile(dropped), Float32(), feedback) if dropped else None
             name = f"dropped-{dropped:g}-{words.split()[0]}" if dropped else "dropped-0"
-            curve = workspace.train(name, recipe, splits, TrainingSetting(WORKERS, BATCH, LR, 0.0, codec), goal)
-            if curve is not None:
-                curves[words][dropped] = curve
-    return curves
+            setting = TrainingSetting(WORKERS, BATCH, LR, 0.0, codec)
+            curves[words][dropped] = workspace.train(name, recipe, splits, setting, goal)
+    return {words: without_skipped(found) for words, found in curves.items()}
 
 
 def _intervals(recipe: Recipe, splits: Splits, steps: int) -> dict[str, Any]:
@@ -278,20 +251,15 @@ def _intervals(recipe: Recipe, splits: Splits, steps: int) -> dict[str, Any]:
 
 def _magnitudes(recipe: Recipe, splits: Splits, steps: int) -> list[dict[str, Any]]:
     """Return histograms of one worker's gradient magnitudes per layer, at the start and after some steps."""
-    cluster = Cluster(recipe, splits.train, TrainingSetting(WORKERS, BATCH, LR))
     found = []
-    for step in range(steps + 1):
-        if step in (0, steps):
-            _, gradients = cluster.gradients([0])
-            for name, gradient in gradients.items():
+    with closing(Cluster(recipe, splits.train, TrainingSetting(WORKERS, BATCH, LR))) as cluster:
+        for step in (0, steps):
+            while cluster.done < step:
+                cluster.step()
+            for name, gradient in cluster.gradients([0])[1].items():
                 if gradient.dim() > 1:
                     shape = gradient_histogram(step, name, gradient)
-                    total = max(gradient.numel(), 1)
-                    middles = [(a * b) ** 0.5 for a, b in zip(shape.edges, shape.edges[1:], strict=False)]
-                    found.append(
-                        {"layer": name, "step": step, "x": middles, "y": [100 * c / total for c in shape.counts]}
-                    )
-        if step < steps:
-            cluster.step()
-    cluster.close()
+                    middles = [(a * b) ** 0.5 for a, b in pairwise(shape.edges)]
+                    shares = [100 * count / gradient.numel() for count in shape.counts]
+                    found.append({"layer": name, "step": step, "x": middles, "y": shares})
     return found

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from papers.labs import ConfirmationRun, LabTestbed, confirm
-from papers.problems import logistic, optimum
+from papers.problems import logistic, optimum_part
 from papers.simulation import Cluster, Curve, Goal, Gradients, PeriodicProbe, Probe, TrainingSetting
 from papers.study import Claim, Figure, Series, Study, Table, number, percent
-from papers.workspace import Workspace
+from papers.workspace import Workspace, without_skipped
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits, Float32, Values
@@ -33,14 +33,7 @@ def study(workspace: Workspace) -> Study:
     """Train both problems at every density, record the theory's quantities, and compare bytes at equal accuracy."""
     convex, network = logistic(), get_recipe("mnist-conv")
     splits = workspace.load(convex)
-    best = workspace.part(
-        "optimum",
-        lambda: optimum(convex, splits.train, 10_000),
-        setup=f"{convex.name} samples=10000",
-        data=splits,
-        needed=True,
-    )
-    assert best is not None  # a needed part is always made
+    best = optimum_part(workspace, convex, splits, 10_000)
     epochs = (6.0, 5.0) if workspace.full else (1.5, 0.5)
     curves = {
         "logistic": _train(workspace, convex, splits, workers=8, lr=0.02, epochs=epochs[0]),
@@ -93,10 +86,8 @@ def _train(
         setting = TrainingSetting(workers, batch, lr, 0.0, codec)
         probe = PeriodicProbe(every, partial(theory_probe, density=density)) if codec else None
         file = f"{recipe.name}-{name.replace(' %', '').replace(', ', '-').replace(' ', '')}"
-        curve = workspace.train(file, recipe, splits, setting, goal, probe=probe)
-        if curve is not None:
-            curves[name] = curve
-    return curves
+        curves[name] = workspace.train(file, recipe, splits, setting, goal, probe=probe)
+    return without_skipped(curves)
 
 
 def topk_codec(density: float, values: Values) -> Codec:
@@ -146,23 +137,12 @@ def savings(curves: dict[str, Curve]) -> list[dict[str, Any]]:
     if dense is None:
         return []
     goal = max(dense.test) - 0.002
-    needed = {name: _first(curve, goal) for name, curve in curves.items()}
-    base = needed["dense"]
+    places = {n: next((i for i, value in enumerate(c.test) if value >= goal), None) for n, c in curves.items()}
+    sent = {name: curves[name].megabytes[place] for name, place in places.items() if place is not None}
     return [
-        {
-            "name": name,
-            "goal": goal,
-            "place": place,
-            "times": dense.megabytes[base] / curves[name].megabytes[place]
-            if place is not None and base is not None
-            else 0.0,
-        }
-        for name, place in needed.items()
+        {"name": name, "goal": goal, "place": place, "times": sent["dense"] / sent[name] if name in sent else 0.0}
+        for name, place in places.items()
     ]
-
-
-def _first(curve: Curve, goal: float) -> int | None:
-    return next((i for i, value in enumerate(curve.test) if value >= goal), None)
 
 
 def _savings_claim(name: str, rows: list[dict[str, Any]]) -> Claim:
@@ -171,10 +151,9 @@ def _savings_claim(name: str, rows: list[dict[str, Any]]) -> Claim:
     if all(row["name"] == "dense" for row in rows):
         return Claim(what, CLAIMED, None, "x")
     best = max(rows, key=lambda row: row["times"])
-    times = best["times"]
+    holds = best["times"] >= CLAIMED or (False if len(rows) == RUNS else None)
     note = f"at {best['name']}, to {percent(best['goal'])} test accuracy"
-    holds = True if times >= CLAIMED else False if len(rows) == RUNS else None
-    return Claim(what, CLAIMED, times, "x", holds, note)
+    return Claim(what, CLAIMED, best["times"], "x", holds, note)
 
 
 def _below(value: float | None, limit: float, curves: dict[str, Curve]) -> bool | None:
@@ -188,14 +167,8 @@ def _xi_claim(name: str, curves: dict[str, Curve]) -> Claim:
     sparse = {n: c for n, c in curves.items() if c.notes}
     largest = max((max(c.notes["xi"]) for c in sparse.values()), default=None)
     means = ", ".join(f"{n}: {statistics.mean(c.notes['xi']):.2f}" for n, c in sparse.items())
-    return Claim(
-        f"{name}: xi stays a small constant (largest seen)",
-        None,
-        largest,
-        "",
-        _below(largest, XI_LIMIT, curves),
-        f"taken to hold below {XI_LIMIT:g}; means {means}",
-    )
+    what, note = f"{name}: xi stays a small constant (largest seen)", f"taken to hold below {XI_LIMIT:g}; means {means}"
+    return Claim(what, None, largest, "", _below(largest, XI_LIMIT, curves), note)
 
 
 def _bound_claim(name: str, curves: dict[str, Curve]) -> Claim:
@@ -209,8 +182,7 @@ def _bound_claim(name: str, curves: dict[str, Curve]) -> Claim:
     what = f"{name}: norm of the residual over its bound"
     if not shares:
         return Claim(what, 1.0, None, "x")
-    where = max(shares, key=lambda label: shares[label])
-    worst = shares[where]
+    worst, where = max((share, label) for label, share in shares.items())
     return Claim(what, 1.0, worst, "x", _below(worst, 1.0, curves), f"closest to it at {where}")
 
 
@@ -230,35 +202,32 @@ def _table(name: str, curves: dict[str, Curve], saved: list[dict[str, Any]]) -> 
     by_name = {row["name"]: row for row in saved}
     rows = []
     for label, curve in curves.items():
-        place = by_name[label]["place"] if label in by_name else None
-        notes = curve.notes
-        rows.append(
-            {
-                "K of n": label,
-                "Final objective": number(curve.objective[-1]),
-                "Best test accuracy": percent(curve.best_test),
-                "Steps to dense's accuracy": number(curve.step[place] if place is not None else None),
-                "MB sent until then": number(curve.megabytes[place] if place is not None else None),
-                "Less than dense": number(by_name[label]["times"] or None, "x") if label in by_name else "–",
-                "Mean xi": number(statistics.mean(notes["xi"])) if notes else "–",
-                "Mean delta": number(statistics.mean(notes["delta"])) if notes else "–",
-            }
-        )
+        row, notes = by_name.get(label, {"place": None, "times": 0.0}), curve.notes
+        place = row["place"]
+        cells = {
+            "K of n": label,
+            "Final objective": number(curve.objective[-1]),
+            "Best test accuracy": percent(curve.best_test),
+            "Steps to dense's accuracy": number(curve.step[place] if place is not None else None),
+            "MB sent until then": number(curve.megabytes[place] if place is not None else None),
+            "Less than dense": number(row["times"] or None, "x"),
+            "Mean xi": number(statistics.mean(notes["xi"]) if notes else None),
+            "Mean delta": number(statistics.mean(notes["delta"]) if notes else None),
+        }
+        rows.append(cells)
     return Table(f"{name}: at every K", rows, "Dense's accuracy: its best on the test split less 0.2 points.")
 
 
 def _figures(curves: dict[str, dict[str, Curve]], best: float) -> list[Figure]:
     figures = []
     for name, found in curves.items():
-        base = best if name == "logistic" else 0.0
-        gap = "objective above the optimum" if name == "logistic" else "training loss"
+        base, gap = (best, "objective above the optimum") if name == "logistic" else (0.0, "training loss")
         loss = {label: [max(v - base, 1e-5) for v in c.objective] for label, c in found.items()}
         for title, axis, log in (("steps", "step", "y"), ("what a worker sent", "MB", "xy")):
             xs = {label: c.step if axis == "step" else c.megabytes for label, c in found.items()}
             series = [Series(label, list(xs[label]), list(loss[label])) for label in found]
             figures.append(Figure(f"{name}: over {title}", axis, gap, series, log=log))
-        sparse = {label: c for label, c in found.items() if c.notes}
         for key, title in (("xi", "xi: top-K of the mean against the mean of top-Ks"), ("delta", "delta")):
-            series = [Series(label, c.notes["step"], c.notes[key]) for label, c in sparse.items()]
+            series = [Series(label, c.notes["step"], c.notes[key]) for label, c in found.items() if c.notes]
             figures.append(Figure(f"{name}: {title}", "step", key, series, log="y"))
     return figures

@@ -6,16 +6,17 @@ open the comparison with 1, 2 and 3 standard deviations and the time of the dyna
 
 import itertools
 import statistics
-import time
+import timeit
 from collections.abc import Callable
+from contextlib import closing
 
 import torch
 from torch import Tensor
 
-from papers.labs import ConfirmationRun, LabTestbed, accuracy_figures, accuracy_row, confirm, step_times
+from papers.labs import ConfirmationRun, LabTestbed, accuracy_figures, accuracy_row, confirm, step_times_part
 from papers.simulation import Cluster, Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Study, Table, number, percent
-from papers.workspace import Workspace
+from papers.workspace import Workspace, without_skipped
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import Vector
 from thinwire.codec.selection import Dynamic, NativeGroup, Selection, StdDev, TopK
@@ -41,14 +42,11 @@ LAB |= {"2 sigma": "stddev2", "dynamic": "dynamic"}
 
 def study(workspace: Workspace) -> Study:
     """Train the same network with every threshold, and time how long choosing takes."""
-    recipe = get_recipe(RECIPE)
-    splits = workspace.load(recipe)
+    splits = workspace.load(get_recipe(RECIPE))
     curves = _train(workspace, splits)
     choosing = workspace.part("choosing", lambda: _time_choosing(splits), setup=f"{SELECTIONS}", data=splits) or {}
     testbed = LabTestbed(RECIPE, workspace.data, hosts=WORKERS, rate="100mbit", batch=BATCH, lr=LR)
-    methods = list(LAB.values())
-    setup = f"{testbed.setup} {', '.join(methods)} steps=25"
-    lab = workspace.lab_part("step-times", lambda: step_times(testbed, methods, steps=25), setup=setup, data=splits)
+    lab = step_times_part(workspace, "step-times", testbed, list(LAB.values()), 25, splits)
     run = ConfirmationRun(testbed, "dynamic", Codec(Dynamic()), 0.9, 600, 25)
     confirm_claims, confirm_tables = confirm(workspace, run, lab)
     ms = {name: lab[method]["ms"] for name, method in LAB.items()} if lab else {}
@@ -78,23 +76,21 @@ def study(workspace: Workspace) -> Study:
 def _train(workspace: Workspace, splits: Splits) -> dict[str, Curve]:
     steps, test = (4000, 4000) if workspace.full else (300, 1000)
     goal = Goal(steps, steps // 20, train_samples=0, test_samples=test)
+    codecs = {"dense": None, **{name: Codec(selection) for name, selection in SELECTIONS.items()}}
     curves = {}
-    for name, selection in {"dense": None, **SELECTIONS}.items():
-        setting = TrainingSetting(WORKERS, BATCH, LR, 0.0, Codec(selection) if selection is not None else None)
+    for name, codec in codecs.items():
+        setting = TrainingSetting(WORKERS, BATCH, LR, 0.0, codec)
         file = name.replace(" ", "-").replace("%", "pc")
-        curve = workspace.train(file, get_recipe(RECIPE), splits, setting, goal)
-        if curve is not None:
-            curves[name] = curve
-    return curves
+        curves[name] = workspace.train(file, get_recipe(RECIPE), splits, setting, goal)
+    return without_skipped(curves)
 
 
 def _gradient(splits: Splits) -> Tensor:
     """Return a real gradient, repeated with noise until it has ENTRIES entries."""
-    cluster = Cluster(get_recipe(RECIPE), splits.train, TrainingSetting(WORKERS, BATCH, LR))
-    for _ in range(10):
-        cluster.step()
-    flat = torch.cat([g.flatten() for g in cluster.gradients([0])[1].values()])
-    cluster.close()
+    with closing(Cluster(get_recipe(RECIPE), splits.train, TrainingSetting(WORKERS, BATCH, LR))) as cluster:
+        for _ in range(10):
+            cluster.step()
+        flat = torch.cat([g.flatten() for g in cluster.gradients([0])[1].values()])
     generator = torch.Generator().manual_seed(0)
     copies = [flat * (1.0 + 0.1 * torch.randn(flat.shape, generator=generator)) for _ in range(5)]
     return torch.cat(copies)[:ENTRIES].contiguous()
@@ -106,48 +102,35 @@ def _time_choosing(splits: Splits) -> dict[str, float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        ways: dict[str, Callable[[], object]] = {"sort": lambda: gradient.abs().sort()}
-        ways["torch.topk, 1 %"] = lambda: gradient.abs().topk(len(gradient) // 100)
-        for name, selection in SELECTIONS.items():
-            ways[name] = _chooser(selection, gradient)
-        return {name: 1e3 * _median_seconds(way) for name, way in ways.items()}
+        ways: dict[str, Callable[[], object]] = {
+            "sort": lambda: gradient.abs().sort(),
+            "torch.topk, 1 %": lambda: gradient.abs().topk(len(gradient) // 100),
+            **{name: _chooser(selection, gradient) for name, selection in SELECTIONS.items()},
+        }
+        return {name: 1e3 * statistics.median(timeit.repeat(way, number=1, repeat=9)) for name, way in ways.items()}
     finally:
         torch.set_num_threads(threads)
 
 
 def _chooser(selection: Selection, gradient: Tensor) -> Callable[[], object]:
-    """Return a function that chooses a threshold for the gradient, as in successive steps."""
     state: dict[str, float] = {}
     steps = itertools.count()
     vector = Vector(gradient, None, 1.0, None, None)
     return lambda: selection.select(NativeGroup([vector]), step=next(steps), key=0, state=state)
 
 
-def _median_seconds(way: Callable[[], object]) -> float:
-    times = []
-    for _ in range(9):
-        began = time.perf_counter()
-        way()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
 def _accuracy_claims(curves: dict[str, Curve]) -> list[Claim]:
     if "dense" not in curves:
         return []
-    dense = 100 * curves["dense"].best_test
-    return [
-        Claim(
-            f"{name}: best test accuracy, points above dense's",
-            0.0,
-            100 * curve.best_test - dense,
-            "",
-            100 * curve.best_test >= dense - 0.5,
-            f"{percent(curve.best_test)} against {dense:.2f} %, {100 * curve.density:.2g} % sent; holds within 0.5",
-        )
-        for name, curve in curves.items()
-        if name != "dense"
-    ]
+    claims, dense = [], 100 * curves["dense"].best_test
+    for name, curve in curves.items():
+        if name == "dense":
+            continue
+        ours, sent = 100 * curve.best_test, 100 * curve.density
+        note = f"{ours:.2f} % against {dense:.2f} %, {sent:.2g} % sent; holds within 0.5"
+        what = f"{name}: best test accuracy, points above dense's"
+        claims.append(Claim(what, 0.0, ours - dense, "", ours >= dense - 0.5, note))
+    return claims
 
 
 def _choosing_claims(choosing: dict[str, float]) -> list[Claim]:
@@ -163,9 +146,8 @@ def _verdict(curves: dict[str, Curve], choosing: dict[str, float], target: float
     reached = [name for name, curve in compared.items() if curve.first_at(target)]
     parts = []
     if compared:
-        parts.append(
-            f"{len(reached)} of {len(compared)} thresholds come within half a point of dense in the same steps"
-        )
+        ratio = f"{len(reached)} of {len(compared)} thresholds"
+        parts.append(f"{ratio} come within half a point of dense in the same steps")
     if choosing:
         parts.append(f"the dynamic rule chooses {choosing['sort'] / choosing['dynamic']:,.0f}x faster than a sort")
     if not parts:
