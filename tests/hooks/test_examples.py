@@ -57,7 +57,7 @@ def test_torchrun() -> None:
 )
 def test_integration(tmp_path: Path, library: str, script: str) -> None:
     if find_spec(library) is None and os.environ.get("CI") != "true":
-        pytest.skip(f"{library} is not installed: pip install 'thinwire[integrations]'")
+        pytest.skip(f"{library} is not installed: pip install 'PATH_OF_THE_CLONE[integrations]'")
     output = printed(as_main, 2, script, str(tmp_path))
     check(output)
     assert output.count("step 256") == 2, output  # the link's own count went on from the checkpoint

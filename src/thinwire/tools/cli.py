@@ -16,8 +16,8 @@ from thinwire.errors import ThinwireError
 from thinwire.tools.bench.command import app as bench
 from thinwire.tools.lab.command import lab_command
 from thinwire.tools.race.commands import advise_command, race_command, train_command
+from thinwire.tools.race.recipes_command import recipes
 from thinwire.tools.race.serve_command import serve_command, work_command
-from thinwire.tools.recipes.command import recipes
 from thinwire.tools.report.command import report
 from thinwire.tools.simulate.command import app as simulate
 
@@ -84,6 +84,8 @@ def run(arguments: list[str], application: typer.Typer | None = None, name: str 
     except (typer.Abort, KeyboardInterrupt):
         print("thinwire: stopped.", file=sys.stderr)
         return 130
+    if code == 130 and application is None:  # some versions of typer turn Ctrl-C into this code
+        print("thinwire: stopped.", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 

@@ -55,7 +55,7 @@ def require(scheme: str) -> None:
         importlib.import_module(f"thinwire.transport.{_MODULES[scheme]}")
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI library
         raise ThinwireError(
-            f"the transport {scheme}:// needs more packages ({error}): pip install 'thinwire[{extra}]'"
+            f"the transport {scheme}:// needs more packages ({error}): pip install 'PATH_OF_THE_CLONE[{extra}]'"
         ) from None
 
 

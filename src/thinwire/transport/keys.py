@@ -54,7 +54,7 @@ def create_keys(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Pa
     try:
         import zmq
     except ImportError:
-        raise ThinwireError("keys need pyzmq: pip install 'thinwire[server]'") from None
+        raise ThinwireError("keys need pyzmq: pip install 'PATH_OF_THE_CLONE[server]'") from None
     home, made = Path(folder), []
     wanted = list(dict.fromkeys(names))
     for name in wanted:

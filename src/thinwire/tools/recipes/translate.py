@@ -212,7 +212,7 @@ def _need(module: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        how = "install it with pip install 'thinwire[translate]'"
+        how = "install it with pip install 'PATH_OF_THE_CLONE[translate]'"
         raise RecipeError(f"the translate recipes need {module}: {how}.") from error
 
 
