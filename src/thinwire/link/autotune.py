@@ -51,6 +51,8 @@ _EMPTY = 64
 _FIRST = 16 * 1024
 _GROWTH = 4
 _LARGEST = 8 << 20
+# Bytes of the vector that measures the rate of the links.
+_LONG = 1 << 20
 # Seconds beyond three empty messages that a message must take to give a good estimate of the bandwidth.
 _LONG_ENOUGH = 0.03
 
@@ -65,7 +67,18 @@ def probe_network(channel: Channel, elements: int | None = None) -> Network:
     def reduced(size: int) -> None:
         channel.all_reduce(torch.zeros(size // 4, device=channel.device))
 
-    return Network(channel.world, _gather_time(channel, frame), _measured_time(channel, reduced, vector))
+    gather, reduce = _gather_time(channel, frame), _measured_time(channel, reduced, vector)
+    return Network(channel.world, gather, reduce, rate=_link_rate(channel, vector))
+
+
+def _link_rate(channel: Channel, largest: int) -> float:
+    """Bits per second of a rank's link, from an all-reduce, which uses both directions at the same time.
+
+    An all-gather between two ranks does not: with Gloo one of them sends after it has received.
+    """
+    vector = torch.zeros(max(min(largest, _LONG) // 4, 1), device=channel.device)
+    seconds = min(_timed(channel, lambda size: channel.all_reduce(vector), 4 * vector.numel()) for _ in range(2))
+    return 8.0 * 4.0 * vector.numel() * 2.0 * max(channel.world - 1, 1) / max(channel.world, 2) / seconds
 
 
 def _gather_time(channel: Channel, largest: int) -> LinearTime:

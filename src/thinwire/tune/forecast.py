@@ -44,6 +44,7 @@ class Network:
     gather: LinearTime  # all-gather, by the bytes of each rank's message
     reduce: LinearTime  # all-reduce, by the bytes of the vector
     tiers: Tiers | None = None  # for machines of several ranks each
+    rate: float = 0.0  # bits per second of a rank's link, if it was measured by itself
 
     @classmethod
     def ideal(cls, world: int, bandwidth: float, latency: float) -> "Network":
@@ -61,8 +62,8 @@ class Network:
 
     @property
     def bandwidth(self) -> float:
-        """Bits per second that a rank can send, estimated from all-gathers."""
-        return 8.0 * max(self.world - 1, 1) / self.gather.per_byte
+        """Bits per second that a rank can send: measured by itself, or estimated from all-gathers."""
+        return self.rate or 8.0 * max(self.world - 1, 1) / self.gather.per_byte
 
     def __str__(self) -> str:
         return f"{self.bandwidth / 1e6:,.0f} Mbit/s and {1e3 * self.gather.fixed:.1f} ms for {self.world} ranks"
