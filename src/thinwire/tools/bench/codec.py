@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -370,7 +371,7 @@ def run(sizes: list[int], file: Path | None, seconds: float) -> int:
         rows, bars = _measure(sizes, seconds)
     finally:
         torch.set_num_threads(threads)
-    console = Console() if Console().is_terminal else Console(width=120)
+    console = Console()
     for n in sizes:
         console.print(_table([row for row in rows if row.n == n], n))
     console.print(_bar_table(bars, max(sizes)))
@@ -401,14 +402,15 @@ def _number(x: float | None, digits: int = 2) -> str:
 
 
 def _table(rows: list[CodecRow], n: int) -> Table:
-    table = Table("", title=f"n = {n:,}: one thread, ratios to copying the tensor, ErrorFeedback + Bits(8)")
-    for column in ("density", "kept", "x the copy", "ms", "bits/element", "bits/index", "entropy"):
-        table.add_column(column, justify="right")
+    title = f"n = {n:,}: one thread, ratios to copying the tensor, ErrorFeedback + Bits(8)"
+    table = Table("", title=title, box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("density", "kept", "x copy", "ms", "bits/el", "bits/idx", "entropy"):
+        table.add_column(column, justify="right", no_wrap=True)
     for _, group in itertools.groupby(rows, key=lambda row: row.density):
         for row in group:
             times = _number(row.ratio_to_copy), _number(row.milliseconds)
-            bits = f"{row.bits_per_element:,.4f}", f"{row.bits_per_index:,.3f}", f"{row.entropy_bits:,.3f}"
-            table.add_row(row.name, f"{row.density:.1%}", f"{row.kept:.3%}", *times, *bits)
+            bits = f"{row.bits_per_element:,.4f}", f"{row.bits_per_index:,.2f}", f"{row.entropy_bits:,.2f}"
+            table.add_row(row.name, f"{row.density:.1%}", f"{row.kept:.2%}", *times, *bits)
         table.add_section()
     return table
 
@@ -416,7 +418,8 @@ def _table(rows: list[CodecRow], n: int) -> Table:
 def _bar_table(bars: list[Bar], n: int) -> Table:
     judged = n == BARS_FOR
     title = f"Bars for n = {BARS_FOR:,}, at 1 % unless stated otherwise" + ("" if judged else f"; here {n:,}")
-    table = Table("what", Column("bar", justify="right"), Column("measured", justify="right"), "", "", title=title)
+    numbers = Column("bar", justify="right", no_wrap=True), Column("measured", justify="right", no_wrap=True)
+    table = Table("what", *numbers, "", Column("", no_wrap=True), title=title, box=SIMPLE, pad_edge=False)
     words = {True: "[green]pass[/]", False: "[red]missed[/]", None: "not measured"}
     for bar in bars:
         limit = f"{'≤' if bar.most else '≥'} {bar.limit:g}"
