@@ -12,7 +12,7 @@ from torch import nn
 
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.tools.race.turns import Slow, take_turns
+from thinwire.tools.bench.server import Slow, take_turns
 from thinwire.transport.addresses import listen
 
 

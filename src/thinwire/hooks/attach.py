@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -119,10 +120,10 @@ def _warn_of_second_moments(link: Link, model: nn.Module, optimizer: torch.optim
         # For ever, because PyTorch cannot remove a hook while it runs; it returns at once when nothing is watched.
         register_optimizer_step_pre_hook(_check_at_first_step)
         _hook_registered = True
-    _models_to_watch.append({id(p) for p in model.parameters()})
+    _models_to_watch.append(weakref.ref(model))
 
 
-_models_to_watch: list[set[int]] = []  # the parameters of models whose optimizer is not known yet
+_models_to_watch: list[weakref.ref[nn.Module]] = []  # attached models whose optimizer is not known yet
 _hook_registered = False
 
 
@@ -131,9 +132,9 @@ def _check_at_first_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
     if not _models_to_watch:
         return
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [parameters for parameters in _models_to_watch if not parameters.isdisjoint(owned)]
-    for parameters in found:
-        _models_to_watch.remove(parameters)
+    alive = [(ref, model) for ref in _models_to_watch if (model := ref()) is not None]
+    waiting = [ref for ref, model in alive if owned.isdisjoint(map(id, model.parameters()))]
+    found, _models_to_watch[:] = len(alive) > len(waiting), waiting
     if found and has_second_moments(optimizer):
         warnings.warn(_second_moments_text(optimizer), stacklevel=4)
 

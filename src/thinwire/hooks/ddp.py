@@ -34,7 +34,7 @@ def attach_ddp(
         return _hook_of(model, parameters)
 
     link, hook = open_link(parameters, model.process_group, options, prepare)
-    link.serve(hook.release, hook.all_reduce)
+    link.set_hook(hook.release, hook.all_reduce)
     hook.link, hook.on_last_bucket = link, on_last_bucket
     return link
 

@@ -136,7 +136,7 @@ class Link:
 
     # For hooks
 
-    def serve(self, on_detach: Callable[["Link"], None], all_reduce: AllReduce | None = None) -> None:
+    def set_hook(self, on_detach: Callable[["Link"], None], all_reduce: AllReduce | None = None) -> None:
         """Name the hook that feeds this link: what to call at detach, and its own way to average a buffer."""
         self._on_detach, self._all_reduce = on_detach, all_reduce
 

@@ -7,8 +7,10 @@ machine's monotonic clock, so that times of different processes can be compared.
 
 import functools
 import json
+import os
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,10 +27,36 @@ from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.tools.bench import Record, judge, run_in_lab
 from thinwire.tools.options import table_of, write_json
-from thinwire.tools.race.turns import Slow, take_turns
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tools.recipes.digits import read_digits
 from thinwire.transport.addresses import listen
+
+Run = dict[str, Any]
+
+
+class Slow(nn.Module):
+    """A linear layer whose forward pass also sleeps: emulated hosts share the cores, so it does not compute instead."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(width, width), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)  # its hook waits for the parameters before the sleep
+        time.sleep(self.seconds)
+        return torch.relu(y)
+
+
+def take_turns(serve: Callable[[Run, str], None], work: Callable[[Run, str, int], None]) -> None:
+    """Take part in each of the runs that the command line holds as JSON: rank 0 serves, the others work."""
+    torch.set_num_threads(1)
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    for number, run in enumerate(json.loads(sys.argv[1])):
+        address = f"{run.get('transport', 'tcp')}://{os.environ['MASTER_ADDR']}:{port + number}"
+        if rank == 0:
+            serve(run, address)
+        elif rank <= run["workers"]:
+            work(run, address, rank)
 
 
 @dataclass(frozen=True)
