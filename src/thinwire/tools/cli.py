@@ -6,8 +6,9 @@ Modules of commands import torch only inside their functions, so that `--help` a
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,8 +16,8 @@ import thinwire
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.command import app as bench
 from thinwire.tools.lab.command import lab_command
+from thinwire.tools.options import write_json
 from thinwire.tools.race.commands import advise_command, race_command, train_command
-from thinwire.tools.race.recipes_command import recipes
 from thinwire.tools.race.serve_command import serve_command, work_command
 from thinwire.tools.report.command import report
 from thinwire.tools.simulate.command import app as simulate
@@ -38,7 +39,6 @@ app.command("train", rich_help_panel=MAIN)(train_command)
 app.command("serve", rich_help_panel=MAIN)(serve_command)
 app.command("work", rich_help_panel=MAIN)(work_command)
 app.command("report", rich_help_panel=MORE)(report)
-app.command("recipes", rich_help_panel=MORE)(recipes)
 app.add_typer(simulate, name="simulate", rich_help_panel=MORE)
 app.add_typer(bench, name="bench", rich_help_panel=MORE)
 app.add_typer(keys, name="keys", rich_help_panel=MORE)
@@ -61,6 +61,54 @@ def _root(
     ] = False,
 ) -> None:
     """Data-parallel PyTorch training over thin wires."""
+
+
+@app.command("recipes", rich_help_panel=MORE)
+def recipes_command(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Write the list as JSON; - is stdout.")
+    ] = None,
+) -> None:
+    """List the recipes that `train` and `race` can train by name."""
+    from thinwire.tools.recipes import get_recipe, recipe_names
+
+    rows = [
+        {
+            "name": recipe.name,
+            "description": recipe.description,
+            "parameters": recipe.parameter_count(),
+            "data": recipe.data,
+            "metric": recipe.metric,
+            "defaults": asdict(recipe.defaults),
+        }
+        for recipe in map(get_recipe, recipe_names())
+    ]
+    write_json(json_file, {"recipes": rows})
+    if json_file is None:
+        _show_recipes(rows)
+
+
+def _show_recipes(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    table.add_column("recipe", style="bold", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("description and data")
+    table.add_column("target and defaults", no_wrap=True)
+    for row in rows:
+        defaults = row["defaults"]
+        target = f"{100 * defaults['target']:g} %" if row["metric"] == "accuracy" else f"{defaults['target']:g}"
+        table.add_row(
+            row["name"],
+            f"{row['parameters']:,}",
+            f"{row['description']}\n[dim]{row['data']}[/dim]",
+            f"{row['metric']} {target}\nbatch {defaults['batch']}, lr {defaults['lr']:g}",
+        )
+    console = Console()
+    console.print(table)
+    console.print("Your own recipe is any function that returns a Recipe: module:function or file.py:function.")
 
 
 def _sentence(error: Exception) -> str:
