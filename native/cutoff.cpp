@@ -21,7 +21,7 @@ Vector after_accumulation(const Vector& v) {
 
 void accumulate_all(std::vector<Vector>& vectors) {
   for (Vector& v : vectors) {
-    if (v.source.residual) accumulate(v.source, v.n);
+    if (v.source.residual) accumulate(v.source, 0, v.n);
     v = after_accumulation(v);
   }
 }

@@ -84,7 +84,7 @@ void bind_accumulation(nb::module_& m) {
   m.def("accumulate", [](const VectorArgs& args) {
     nb::gil_scoped_release release;
     const Vector v = vector_of(args);
-    accumulate(v.source, v.n);
+    accumulate(v.source, 0, v.n);
   });
   m.def("accumulate_momentum", [](const VectorArgs& args, Address u, Address v, float momentum, bool nesterov) {
     nb::gil_scoped_release release;
@@ -93,11 +93,18 @@ void bind_accumulation(nb::module_& m) {
   });
 }
 
+void check_owners(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves) {
+  if (owners.empty() || owners.size() != reserves.size())
+    throw std::invalid_argument("every owner needs a writer and a reserve");
+}
+
 void bind_writer(nb::module_& m) {
   m.attr("HEADER_BYTES") = kHeaderBytes;
-  m.def("section_bytes", [](uint64_t id, uint64_t n, bool strata) {
-    return section_header_bytes(id, n, strata ? Indexing::strata : Indexing::gaps);
-  });
+  m.attr("GAPS") = int(Indexing::gaps);
+  m.attr("STRATA") = int(Indexing::strata);
+  m.attr("WINDOW") = int(Indexing::window);
+  m.def("section_bytes",
+        [](uint64_t id, uint64_t n, int coding) { return section_header_bytes(id, n, Indexing(coding)); });
   m.attr("BLOCK") = kBlock;
   m.def("block_bytes", [](int format, size_t n) { return block_bytes(Format(format), n); });
   nb::class_<Writer>(m, "Writer")
@@ -113,6 +120,16 @@ void bind_writer(nb::module_& m) {
              nb::gil_scoped_release release;
              return as_tuple(w.add_strata(section_of(section), count, seed, reserve));
            })
+      .def("add_window",
+           [](Writer& w, const SectionArgs& section, uint64_t start, uint64_t count, size_t reserve) {
+             nb::gil_scoped_release release;
+             return as_tuple(w.add_window(section_of(section), {start, count}, reserve));
+           })
+      .def("add_window_entries",
+           [](Writer& w, const EntriesArgs& entries, size_t reserve) {
+             nb::gil_scoped_release release;
+             return w.add_window_entries(entries_of(entries), reserve);
+           })
       .def(
           "add_entries",
           [](Writer& w, const EntriesArgs& entries, std::optional<uint64_t> seed, size_t reserve) {
@@ -123,11 +140,18 @@ void bind_writer(nb::module_& m) {
       .def_static("add_parts",
                   [](const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, uint64_t first,
                      const SectionArgs& section, float threshold, uint64_t ties) {
-                    if (owners.empty() || owners.size() != reserves.size())
-                      throw std::invalid_argument("every owner needs a writer and a reserve");
+                    check_owners(owners, reserves);
                     nb::gil_scoped_release release;
                     return as_tuple(Writer::add_parts(owners, reserves, {owners.size(), first}, section_of(section),
                                                       {threshold, ties}));
+                  })
+      .def_static("add_window_parts",
+                  [](const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, uint64_t first,
+                     const SectionArgs& section, uint64_t start, uint64_t count) {
+                    check_owners(owners, reserves);
+                    nb::gil_scoped_release release;
+                    return as_tuple(Writer::add_window_parts(owners, reserves, {owners.size(), first},
+                                                             section_of(section), {start, count}));
                   })
       .def("finish", [](Writer& w, int flags, bool pad) {
         nb::gil_scoped_release release;

@@ -12,7 +12,7 @@ void bind_reader(nb::module_& m) {
       .def_ro("numel", &Section::numel)
       .def_ro("count", &Section::count)
       .def_prop_ro("format", [](const Section& s) { return int(s.format); })
-      .def_prop_ro("strata", [](const Section& s) { return s.indexing == Indexing::strata; });
+      .def_prop_ro("coding", [](const Section& s) { return int(s.indexing); });
   nb::class_<Reader>(m, "Reader")
       .def("__init__",
            [](Reader* self, Address frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {

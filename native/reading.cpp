@@ -83,7 +83,7 @@ void Reader::Reading::open_section() {
   s.id = uint32_t(id);
   const uint8_t kind = cursor_.byte("a section's kind");
   if ((kind & 15) >= kFormats) throw FrameFault("value format " + std::to_string(kind & 15) + " is unknown");
-  if (kind >> 4 > 1) throw FrameFault("index coding " + std::to_string(kind >> 4) + " is unknown");
+  if (kind >> 4 >= kIndexings) throw FrameFault("index coding " + std::to_string(kind >> 4) + " is unknown");
   s.format = Format(kind & 15);
   s.indexing = Indexing(kind >> 4);
   s.numel = cursor_.varint("a section's size");
@@ -94,18 +94,22 @@ void Reader::Reading::open_section() {
   if (s.count > s.numel)
     throw FrameFault("section " + std::to_string(id) + " claims " + std::to_string(s.count) + " entries of " +
                      std::to_string(s.numel) + " elements");
-  const uint64_t seed = s.indexing == Indexing::strata ? cursor_.fixed(8, "a section's seed") : 0;
+  const bool windowed = s.indexing == Indexing::window;
+  const char* what = windowed ? "a section's start" : "a section's seed";
+  const uint64_t origin = cursor_.fixed(origin_width(s.indexing, s.numel), what);
+  if (windowed && origin > s.numel - s.count) throw FrameFault("a window lies outside of its tensor");
   // Each entry takes at least one bit. A larger count is refused before memory is allocated.
   if (s.count / 8 > cursor_.left())
     throw FrameFault("section " + std::to_string(id) + " claims more entries than its bytes can hold");
   s.first_block = reader_.blocks_.size();
+  done_ = 0;
+  previous_ = ~uint64_t(0);
+  if (windowed) return read_window(origin);
   if (s.numel > ~uint32_t(0))
     make_room(reader_.positions64_, s.count);
   else
     make_room(reader_.positions32_, s.count);
-  done_ = 0;
-  previous_ = ~uint64_t(0);
-  if (s.indexing == Indexing::strata) read_strata(seed);
+  if (s.indexing == Indexing::strata) read_strata(origin);
 }
 
 void Reader::Reading::close_section() {
@@ -175,6 +179,16 @@ void Reader::Reading::read_strata(uint64_t seed) {
     }
   };
   s.numel > ~uint32_t(0) ? read_into(reader_.positions64_) : read_into(reader_.positions32_);
+}
+
+void Reader::Reading::read_window(uint64_t start) {
+  while (done_ < section_.count) {
+    block_ = {};
+    block_.count = uint32_t(std::min<uint64_t>(kBlock, section_.count - done_));
+    block_.begin = start + done_;
+    block_.run = true;
+    close_block();
+  }
 }
 
 void Reader::read(const uint8_t* frame, size_t size, const std::vector<uint64_t>& numels, bool trailing) {

@@ -63,6 +63,7 @@ class Reader::Reading {
   template <class Position>
   void take(const Gaps<Position>&);
   void read_strata(uint64_t seed);
+  void read_window(uint64_t start);
 
   Reader& reader_;
   const std::vector<uint64_t>& numels_;

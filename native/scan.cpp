@@ -60,14 +60,15 @@ Scan scan_in_use() {
   return scan_portable;
 }
 
-void accumulate(const Source& s, size_t n) {
+void accumulate(const Source& s, size_t begin, size_t end) {
   with_dtype(s.dtype, [&]<Dtype D>() {
     const auto* g = static_cast<const typename Load<D>::type*>(s.gradient);
     float* r = s.residual;
-    if (s.decay == 1.0f)
-      for (size_t i = 0; i < n; ++i) r[i] = saturate(r[i] + Load<D>::at(g, i));
+    const float decay = s.decay;  // a copy: the stores to r might change s.decay, as far as the compiler knows
+    if (decay == 1.0f)
+      for (size_t i = begin; i < end; ++i) r[i] = saturate(r[i] + Load<D>::at(g, i));
     else
-      for (size_t i = 0; i < n; ++i) r[i] = saturate(r[i] * s.decay + Load<D>::at(g, i));
+      for (size_t i = begin; i < end; ++i) r[i] = saturate(r[i] * decay + Load<D>::at(g, i));
   });
 }
 

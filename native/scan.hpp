@@ -36,8 +36,8 @@ void use_avx2(bool on);  // for tests; without effect where the machine has no A
 bool avx2_in_use();
 Scan scan_in_use();
 
-// residual = decay * residual + gradient over n elements, without a selection.
-void accumulate(const Source&, size_t n);
+// residual = decay * residual + gradient over the elements [begin, end), without a selection.
+void accumulate(const Source&, size_t begin, size_t end);
 
 // DGC: u = m u + g, v += u; with nesterov u = m (u + g), v += u + g.
 void accumulate_momentum(const void* gradient, Dtype, size_t n, float* u, float* v, float m, bool nesterov);

@@ -65,7 +65,7 @@ void ShardWriter::flush(OnWritten&& on_written) {
     float sent[kBlock];
     const uint64_t base = tensor_ == first_ ? base_ : 0;
     for (size_t i = 0; i < pending_; ++i) relative[i] = positions_[i] - base;
-    fit = writer_->block(relative, values_, pending_, true, sent);
+    fit = writer_->block(relative, values_, pending_, sent);
     on_written(positions_, values_, sent, fit);
     count_ += fit;
   }

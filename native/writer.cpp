@@ -26,7 +26,7 @@ Writer::Writer(uint8_t* buffer, size_t capacity) : buffer_(buffer), capacity_(ca
   if (capacity < kHeaderBytes) throw std::invalid_argument("a frame needs at least 24 bytes");
 }
 
-bool Writer::open(uint32_t id, Format format, Indexing indexing, uint64_t n, uint64_t seed, size_t reserve) {
+bool Writer::open(uint32_t id, Format format, Indexing indexing, uint64_t n, uint64_t origin, size_t reserve) {
   limit_ = capacity_ > reserve ? capacity_ - reserve : 0;
   if (used_ + section_header_bytes(id, n, indexing) > limit_) return false;
   used_ += put_varint(buffer_ + used_, id);
@@ -35,23 +35,27 @@ bool Writer::open(uint32_t id, Format format, Indexing indexing, uint64_t n, uin
   count_at_ = used_;
   count_width_ = count_width(n);
   used_ += count_width_;
-  if (indexing == Indexing::strata) {
-    std::memcpy(buffer_ + used_, &seed, 8);
-    used_ += 8;
-  }
+  std::memcpy(buffer_ + used_, &origin, origin_width(indexing, n));
+  used_ += origin_width(indexing, n);
   format_ = format;
   previous_ = std::numeric_limits<uint64_t>::max();
   ++sections_;
   return true;
 }
 
+bool Writer::open_window(uint32_t id, Format format, uint64_t n, Window window, size_t reserve) {
+  const size_t least = section_header_bytes(id, n, Indexing::window) + block_bytes(format, 1);
+  if (window.count == 0 || used_ + least + reserve > capacity_) return false;
+  return open(id, format, Indexing::window, n, window.start, reserve);
+}
+
 void Writer::close(uint64_t count) { std::memcpy(buffer_ + count_at_, &count, count_width_); }
 
-size_t Writer::block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent) {
+size_t Writer::block(const uint64_t* positions, const float* values, size_t n, float* sent) {
   uint8_t scratch[kMaxBlockBytes];
   size_t size = 0;
   const auto fits = [&](size_t m) {
-    size = with_positions ? write_positions(positions, m, previous_, scratch) : 0;
+    size = positions ? write_positions(positions, m, previous_, scratch) : 0;
     return used_ + size + block_bytes(format_, m) <= limit_;
   };
   if (!fits(n)) {
@@ -65,7 +69,7 @@ size_t Writer::block(const uint64_t* positions, const float* values, size_t n, b
   std::memcpy(buffer_ + used_, scratch, size);
   used_ += size;
   rounding_.counter += n;
-  previous_ = positions[n - 1];
+  if (positions) previous_ = positions[n - 1];
   return n;
 }
 
@@ -113,7 +117,7 @@ class Writer::Stream {
  private:
   bool flush(const Target& target) {
     float sent[kBlock];
-    const size_t fit = writer_.block(positions_, values_, pending_, true, sent);
+    const size_t fit = writer_.block(positions_, values_, pending_, sent);
     sent_ += fit;
     if (split_)
       remove(fit, target, sent, to_whole_);
@@ -190,7 +194,7 @@ Written Writer::add_strata(const SectionInput& section, uint64_t count, uint64_t
   Written w;
   const auto& [source, n] = section.vector;
   const Target& target = section.target;
-  if (source.residual) accumulate(source, n);
+  if (source.residual) accumulate(source, 0, n);
   rounding_ = section.rounding;
   if (!open(section.id, section.format, Indexing::strata, n, seed, reserve)) return w;
   if (!strata_fit(count)) count = 0;
@@ -206,7 +210,7 @@ Written Writer::add_strata(const SectionInput& section, uint64_t count, uint64_t
         values[i] = Load<D>::at(x, positions[i]);
         w.magnitudes += magnitude(values[i]);
       }
-      block(positions, values, m, false, sent);
+      block(nullptr, values, m, sent);
       for (size_t i = 0; i < m && target.kept; ++i) target.kept[positions[i]] = values[i] - sent[i];
       for (size_t i = 0; i < m && target.mask; ++i) target.mask[positions[i]] = 0.0f;
     }
@@ -216,19 +220,90 @@ Written Writer::add_strata(const SectionInput& section, uint64_t count, uint64_t
   return w;
 }
 
-uint64_t Writer::add_entries(const EntriesInput& e, std::optional<uint64_t> seed, size_t reserve) {
-  rounding_ = e.rounding;
-  if (!open(e.id, e.format, seed ? Indexing::strata : Indexing::gaps, e.n, seed.value_or(0), reserve)) return 0;
-  const uint64_t count = seed && !strata_fit(e.count) ? 0 : e.count;
+// Writes the n elements of a window of a share of the vector, as far as there is room. to_whole(i) is the element's
+// place in the vector; prepare(begin, end) is called before these elements of the share are read.
+template <class Prepare, class ToWhole>
+void Writer::add_window_blocks(const SectionInput& section, uint64_t n, Window window, size_t reserve,
+                               Prepare&& prepare, ToWhole&& to_whole, Written& w) {
+  const Source& source = section.vector.source;
+  const Target& target = section.target;
+  rounding_ = section.rounding;
+  const bool opened = open_window(section.id, section.format, n, window, reserve);
+  bool room = opened;
+  uint64_t written = 0;
+  with_dtype(source.residual ? Dtype::float32 : source.dtype, [&]<Dtype D>() {
+    const void* data = source.residual ? source.residual : source.gradient;
+    const auto* x = static_cast<const typename Load<D>::type*>(data);
+    float values[kBlock], sent[kBlock];
+    for (uint64_t done = 0; done < window.count; done += kBlock) {
+      const uint64_t begin = window.start + done;
+      const size_t m = std::min<uint64_t>(kBlock, window.count - done);
+      prepare(begin, begin + m);
+      if (!room) continue;
+      for (size_t i = 0; i < m; ++i) values[i] = Load<D>::at(x, to_whole(begin + i));
+      const size_t fit = block(nullptr, values, m, sent);
+      for (size_t i = 0; i < fit && target.kept; ++i) target.kept[to_whole(begin + i)] = values[i] - sent[i];
+      for (size_t i = 0; i < fit && target.mask; ++i) target.mask[to_whole(begin + i)] = 0.0f;
+      w.magnitudes += sum_of_magnitudes(values, m);
+      written += fit;
+      room = fit == m;
+    }
+  });
+  w.selected += window.count;
+  w.sent += written;
+  if (opened) close(written);
+}
+
+Written Writer::add_window(const SectionInput& section, Window window, size_t reserve) {
+  Written w;
+  const auto& [source, n] = section.vector;
+  // The window's blocks are accumulated one by one, so that they are in the cache when they are written.
+  const auto prepare = [&source = source](uint64_t begin, uint64_t end) {
+    if (source.residual) accumulate(source, begin, end);
+  };
+  prepare(0, window.start);
+  add_window_blocks(section, n, window, reserve, prepare, [](uint64_t position) { return position; }, w);
+  prepare(window.start + window.count, n);
+  return w;
+}
+
+Written Writer::add_window_parts(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves,
+                                 const Partition& partition, const SectionInput& section, Window window) {
+  Written w;
+  const auto& [source, n] = section.vector;
+  if (source.residual) accumulate(source, 0, n);
+  for (size_t i = 0; i < owners.size(); ++i) {
+    const uint64_t start = partition.share(window.start, i);
+    const uint64_t count = partition.share(window.start + window.count, i) - start;
+    owners[i]->add_window_blocks(
+        section, partition.share(n, i), {start, count}, reserves[i], [](uint64_t, uint64_t) {},
+        ShareToWhole(partition, i), w);
+  }
+  return w;
+}
+
+uint64_t Writer::blocks_of(const EntriesInput& e, uint64_t count, bool with_positions) {
   uint64_t written = 0;
   for (uint64_t begin = 0; begin < count; begin += kBlock) {
     const size_t m = std::min<uint64_t>(kBlock, count - begin);
-    const size_t fit = block(e.positions + begin, e.values + begin, m, !seed, e.sent + begin);
+    const size_t fit = block(with_positions ? e.positions + begin : nullptr, e.values + begin, m, e.sent + begin);
     written += fit;
     if (fit < m) break;
   }
   close(written);
   return written;
+}
+
+uint64_t Writer::add_entries(const EntriesInput& e, std::optional<uint64_t> seed, size_t reserve) {
+  rounding_ = e.rounding;
+  if (!open(e.id, e.format, seed ? Indexing::strata : Indexing::gaps, e.n, seed.value_or(0), reserve)) return 0;
+  return blocks_of(e, seed && !strata_fit(e.count) ? 0 : e.count, !seed);
+}
+
+uint64_t Writer::add_window_entries(const EntriesInput& e, size_t reserve) {
+  rounding_ = e.rounding;
+  const Window window{e.count ? e.positions[0] : 0, e.count};
+  return open_window(e.id, e.format, e.n, window, reserve) ? blocks_of(e, e.count, false) : 0;
 }
 
 size_t Writer::finish(uint8_t flags, bool pad) {

@@ -15,6 +15,11 @@ struct Cutoff {
   uint64_t ties;    // and the first `ties` of those equal to it
 };
 
+// The elements [start, start + count) of a vector.
+struct Window {
+  uint64_t start, count;
+};
+
 struct Target {
   float* kept;  // receives what is not sent; null: that is lost
   float* mask;  // set to zero where an entry was sent (DGC's momentum); may be null
@@ -56,22 +61,35 @@ class Writer {
   Written add_selected(const SectionInput&, Cutoff, size_t reserve);
   // One entry of each of `count` strata.
   Written add_strata(const SectionInput&, uint64_t count, uint64_t seed, size_t reserve);
+  // All entries of a window. A window without entries, or without room for one, has no section.
+  Written add_window(const SectionInput&, Window, size_t reserve);
   // As add_selected, into one frame per owner, each with its owner's share of the vector.
   static Written add_parts(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves, const Partition&,
                            const SectionInput&, Cutoff);
+  // As add_window, into one frame per owner: the owner's elements of a window are a window of its share.
+  static Written add_window_parts(const std::vector<Writer*>& owners, const std::vector<size_t>& reserves,
+                                  const Partition&, const SectionInput&, Window);
   // Returns how many entries found room. With a seed the positions are those of the seed's strata, and only the seed is
   // written.
   uint64_t add_entries(const EntriesInput&, std::optional<uint64_t> seed, size_t reserve);
+  // Writes entries at consecutive positions as a window; returns how many found room.
+  uint64_t add_window_entries(const EntriesInput&, size_t reserve);
   // Returns the frame's length. pad: fill the rest of the buffer with zeros.
   size_t finish(uint8_t flags, bool pad = false);
 
  private:
   friend class ShardWriter;
-  bool open(uint32_t id, Format, Indexing, uint64_t n, uint64_t seed, size_t reserve);
+  // origin: the seed of strata or the start of a window.
+  bool open(uint32_t id, Format, Indexing, uint64_t n, uint64_t origin, size_t reserve);
+  bool open_window(uint32_t id, Format, uint64_t n, Window, size_t reserve);
   void close(uint64_t count);
-  // Writes one block of n entries, or of as many as fit; returns how many.
-  size_t block(const uint64_t* positions, const float* values, size_t n, bool with_positions, float* sent);
+  // Writes one block of n entries, or of as many as fit; returns how many. positions: null if the section's header
+  // implies them.
+  size_t block(const uint64_t* positions, const float* values, size_t n, float* sent);
+  uint64_t blocks_of(const EntriesInput&, uint64_t count, bool with_positions);
   bool strata_fit(uint64_t count) const;
+  template <class Prepare, class ToWhole>
+  void add_window_blocks(const SectionInput&, uint64_t n, Window, size_t reserve, Prepare&&, ToWhole&&, Written&);
   class Stream;
 
   uint8_t* buffer_;

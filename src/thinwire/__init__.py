@@ -11,7 +11,7 @@ from thinwire._lazy import lazy_names
 if TYPE_CHECKING:  # what type checkers and editors see of the names that load on first use
     from thinwire.codec.codec import Codec
     from thinwire.codec.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
-    from thinwire.codec.selection import Dynamic, Percentile, RandomK, StdDev, Threshold, TopK, Warmup
+    from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, StdDev, Threshold, TopK, Warmup
     from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign
     from thinwire.errors import FrameError, LinkError, ThinwireError
     from thinwire.hooks.attach import attach
@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.tune.adaptive import Adaptive
 
 __all__ = ["Adaptive", "BFloat16", "Bits", "Codec", "Dynamic", "ErrorFeedback", "Float16", "Float32", "FrameError"]
-__all__ += ["Link", "LinkError", "MomentumCorrection", "NoFeedback", "Percentile", "RandomK", "Server", "Sign"]
-__all__ += ["StdDev", "ThinwireError", "Threshold", "TopK", "Warmup", "Worker", "attach", "merge_states"]
+__all__ += ["Link", "LinkError", "MomentumCorrection", "NoFeedback", "Percentile", "RandomK", "Rotate", "Server"]
+__all__ += ["Sign", "StdDev", "ThinwireError", "Threshold", "TopK", "Warmup", "Worker", "attach", "merge_states"]
 
 try:
     __version__ = metadata.version("thinwire")
@@ -55,7 +55,7 @@ _MODULES = {
     "thinwire.link.link": ("Link",),
     "thinwire.link.state": ("merge_states",),
     "thinwire.codec.codec": ("Codec",),
-    "thinwire.codec.selection": ("TopK", "Percentile", "Threshold", "StdDev", "Dynamic", "RandomK", "Warmup"),
+    "thinwire.codec.selection": ("TopK", "Percentile", "Threshold", "StdDev", "Dynamic", "RandomK", "Rotate", "Warmup"),
     "thinwire.tune.adaptive": ("Adaptive",),
     "thinwire.codec.values": ("Float32", "Float16", "BFloat16", "Bits", "Sign"),
     "thinwire.codec.feedback": ("NoFeedback", "ErrorFeedback", "MomentumCorrection"),

@@ -8,12 +8,22 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.codec.codec import Codec
     from thinwire.codec.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
     from thinwire.codec.frame import Frame, FrameReader
-    from thinwire.codec.selection import AccuracyCutoff, Dynamic, Percentile, RandomK, StdDev, Threshold, TopK, Warmup
+    from thinwire.codec.selection import (
+        AccuracyCutoff,
+        Dynamic,
+        Percentile,
+        RandomK,
+        Rotate,
+        StdDev,
+        Threshold,
+        TopK,
+        Warmup,
+    )
     from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign
 
 __all__ = ["AccuracyCutoff", "BFloat16", "Bits", "Codec", "Dynamic", "ErrorFeedback", "Float16", "Float32", "Frame"]
-__all__ += ["FrameReader", "MomentumCorrection", "NoFeedback", "Percentile", "RandomK", "Sign", "StdDev", "Threshold"]
-__all__ += ["TopK", "Warmup"]
+__all__ += ["FrameReader", "MomentumCorrection", "NoFeedback", "Percentile", "RandomK", "Rotate", "Sign", "StdDev"]
+__all__ += ["Threshold", "TopK", "Warmup"]
 
 _MODULES = {
     "thinwire.codec.codec": ("Codec",),
@@ -25,6 +35,7 @@ _MODULES = {
         "StdDev",
         "Dynamic",
         "RandomK",
+        "Rotate",
         "Warmup",
         "AccuracyCutoff",
     ),

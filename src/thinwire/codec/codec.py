@@ -26,8 +26,8 @@ from thinwire.codec.encode import (
     write_batch,
 )
 from thinwire.codec.feedback import DTYPES, ErrorFeedback, Feedback, Vector, first_not_finite
-from thinwire.codec.frame import Frame, FrameReader, section_bound
-from thinwire.codec.selection import Group, NativeGroup, RandomK, Selection, TopK, TorchGroup
+from thinwire.codec.frame import Frame, FrameReader, section_bound, window_bytes
+from thinwire.codec.selection import Group, NativeGroup, RandomK, Rotate, Rule, Selection, TopK, TorchGroup, Window
 from thinwire.codec.values import SEEDS, Bits, Values
 
 State = dict[str, Any]
@@ -47,6 +47,7 @@ class Codec:
     feedback: what becomes of the rest.
     scope: "tensor" gives every tensor its own threshold, "global" one threshold to all tensors of an encode.
     min_numel: smaller tensors (biases, norms) are sent whole, in the codec's values or in 8 bits if those are fewer.
+        Rotate takes them as all others; its codec has a min_numel of 0.
     kernels: "native", "torch" (any device), or "auto": native for CPU tensors. Both give the same frames.
     """
 
@@ -68,7 +69,7 @@ class Codec:
         self.values = values if values is not None else Bits(8)
         self.feedback = feedback if feedback is not None else ErrorFeedback()
         self.scope = scope
-        self.min_numel = min_numel
+        self._min_numel = min_numel
         self.kernels = kernels
         self.observer: Observer | None = None
         self.step = 0
@@ -82,13 +83,19 @@ class Codec:
             f"Codec({self.selection}, {self.values}, {self.feedback}, scope={self.scope!r}, min_numel={self.min_numel})"
         )
 
+    @property
+    def min_numel(self) -> int:
+        """Tensors with fewer elements are sent whole; 0 if the selection takes small tensors as all others."""
+        return self._min_numel if self.selection.spares_small else 0
+
     def copy(self, **changes: Any) -> "Codec":
         """Return a codec with the same settings, except for those given, and without residuals.
 
         The settings are the arguments of the constructor: `codec.copy(feedback=NoFeedback())`.
         """
-        names = ("selection", "values", "feedback", "scope", "min_numel", "kernels")
-        return Codec(**{name: getattr(self, name) for name in names} | changes)
+        names = ("selection", "values", "feedback", "scope", "kernels")
+        same = {name: getattr(self, name) for name in names} | {"min_numel": self._min_numel}
+        return Codec(**same | changes)
 
     # Encoding
 
@@ -152,12 +159,36 @@ class Codec:
             raise ValueError('kernels="native" takes CPU tensors; use kernels="auto"')
         return on_cpu and self.kernels != "torch"
 
-    def choose(self, names: list[str], vectors: list[Vector], sections: list[int], tensors: int, step: int) -> Batch:
-        """Choose what is sent of each vector; vectors of one group share a `Choice`."""
+    def choose(
+        self,
+        names: list[str],
+        vectors: list[Vector],
+        sections: list[int],
+        tensors: int,
+        step: int,
+        rules: Sequence[Rule] | None = None,
+    ) -> Batch:
+        """Choose what is sent of each vector, by these rules or by the selection."""
         native = self.uses_kernels(vectors)
+        if rules is None:
+            choices = self._select(names, vectors, step, NativeGroup if native else TorchGroup)
+        else:
+            choices = [Choice(name, rule) for name, rule in zip(names, rules, strict=True)]
+        small = self.small_values
+        codings = [
+            _coding(small if choice.whole else self.values, step, name)
+            for name, choice in zip(names, choices, strict=True)
+        ]
+        return Batch(names, vectors, choices, codings, sections, tensors, step, native)
+
+    def _select(self, names: list[str], vectors: list[Vector], step: int, make: type[Group]) -> list[Choice]:
+        """Ask the selection what is sent of each vector; vectors of one group share a `Choice`.
+
+        A vector whose sum was computed on the way is replaced by one that reads it.
+        """
         choices = [Choice(name, EVERYTHING, whole=True) for name in names]
-        large = [i for i, v in enumerate(vectors) if v.n >= max(self.min_numel, 1)]
-        make: type[Group] = NativeGroup if native else TorchGroup
+        least = max(self.min_numel, 1) if self.selection.spares_small else 0
+        large = [i for i, v in enumerate(vectors) if v.n >= least]
         together = self.scope == "global" and self.selection.shares_threshold
         for members in [large] if together and large else [[i] for i in large]:
             group = make([vectors[i] for i in members])
@@ -171,12 +202,7 @@ class Codec:
             if choice.whole and vectors[i].mask is not None:
                 # The mask stops the momentum of entries that are sent late. Small tensors are sent at every step.
                 vectors[i] = replace(vectors[i], mask=None)
-        small = self.small_values
-        codings = [
-            _coding(small if choice.whole else self.values, step, name)
-            for name, choice in zip(names, choices, strict=True)
-        ]
-        return Batch(names, vectors, choices, codings, sections, tensors, step, native)
+        return choices
 
     def write(self, batch: Batch, buffer: Tensor, *, pad: bool = False) -> Frame:
         """Write a batch into one frame in a buffer; `pad` fills the rest of the buffer with zeros."""
@@ -188,7 +214,7 @@ class Codec:
     def learn(self, batch: Batch) -> None:
         """Tell the selection what it selected, once all tensors of a batch are written."""
         for choice in {id(c): c for c in batch.choices if not c.whole}.values():
-            self.selection.learn(choice.selected, choice.magnitudes, self._learned[choice.label])
+            self.selection.learn(choice.selected, choice.magnitudes, self._learned.get(choice.label, {}))
         if self.observer is not None:
             self.observer.written(batch)
 
@@ -200,7 +226,12 @@ class Codec:
         return self.values if self.values.bits >= 8 else Bits(8)
 
     def reserves(self, sizes: Sequence[int]) -> list[int]:
-        """Return the bytes to keep free at each section for the headers and small tensors of later sections."""
+        """Return the bytes to keep free at each section for the headers and small tensors of later sections.
+
+        With Rotate there are none: most later tensors send nothing at a step.
+        """
+        if isinstance(self.selection, Rotate):
+            return [0] * len(sizes)
         key = (isinstance(self.selection, RandomK), *sizes)
         if key not in self._reserves:
             if len(self._reserves) > 100:
@@ -214,6 +245,8 @@ class Codec:
 
     def _section_bound(self, n: int, count: int) -> int:
         """Return the most bytes that a tensor takes with up to `count` entries, or with all of them if it is small."""
+        if isinstance(self.selection, Rotate):
+            return window_bytes(n, count, self.values)
         if n < max(self.min_numel, 1):
             return section_bound(n, n, self.small_values, whole=True)
         return section_bound(n, count, self.values, strata=isinstance(self.selection, RandomK))
@@ -226,6 +259,36 @@ class Codec:
     def expected_counts(self, sizes: Sequence[int], step: int = 0) -> list[int]:
         """Return how many entries tensors of these sizes are expected to send."""
         return [n if n < self.min_numel else self.selection.expected(n, step) for n in sizes]
+
+    def windows(self, names: Sequence[str], sizes: Sequence[int], step: int) -> list[Window] | None:
+        """Return the window of each of these tensors at a step; None if the selection depends on the values."""
+        if not isinstance(self.selection, Rotate):
+            return None
+        keys = (zlib.crc32(name.encode()) for name in names)
+        return [self.selection.window(n, step, key) for n, key in zip(sizes, keys, strict=True)]
+
+    def windows_bytes(self, sizes: Sequence[int], windows: Sequence[Window]) -> int:
+        """Return the bytes of a frame that sends these windows of tensors of these sizes."""
+        return _native.HEADER_BYTES + sum(
+            window_bytes(n, window.count, self.values, section=i)
+            for i, (n, window) in enumerate(zip(sizes, windows, strict=True))
+        )
+
+    def known_bytes(self, names: Sequence[str], sizes: Sequence[int], step: int) -> int | None:
+        """Return the bytes of the frame of these tensors at a step; None if they depend on the values."""
+        windows = self.windows(names, sizes, step)
+        return self.windows_bytes(sizes, windows) if windows is not None else None
+
+    def expected_bytes(self, sizes: Sequence[int], step: int = 0) -> int:
+        """Return how many bytes a frame of tensors of these sizes is expected to take, averaged over many steps."""
+        if not isinstance(self.selection, Rotate):
+            return self.frame_bound(sizes, self.expected_counts(sizes, step))
+        total = 0
+        for i, n in enumerate(sizes):
+            size = max(self.selection.window_size(n, step), 1)
+            total += n // size * window_bytes(n, size, self.values, section=i)
+            total += window_bytes(n, n % size, self.values, section=i)
+        return _native.HEADER_BYTES + -(-total // self.selection.period(step))
 
     # Decoding
 

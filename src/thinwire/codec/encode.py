@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire import _native
 from thinwire.codec.feedback import DTYPES, ErrorFeedback, NoFeedback, Vector, array_args
 from thinwire.codec.frame import Frame
-from thinwire.codec.selection import Cutoff, StratifiedSample, TopK, density_at
+from thinwire.codec.selection import Cutoff, Rule, StratifiedSample, TopK, Window, density_at
 from thinwire.codec.values import Float32
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Choice:
     """What a group of tensors sends, and the entries that were selected so far."""
 
     label: str  # the name of the group's first tensor
-    rule: Cutoff | StratifiedSample
+    rule: Rule
     whole: bool = False  # a small tensor, of which everything is sent
     selected: int = 0
     magnitudes: float = 0.0  # the sum over the selected entries
@@ -119,6 +119,8 @@ def select_entries(vector: Vector, choice: Choice) -> Entries:
     x = vector.gradient.reshape(-1).float()
     if isinstance(choice.rule, StratifiedSample):
         there, ties = sample_positions(choice.rule, x.numel()).to(x.device), 0
+    elif isinstance(choice.rule, Window):
+        there, ties = torch.arange(choice.rule.start, choice.rule.start + choice.rule.count, device=x.device), 0
     else:
         there, ties = positions_above(x, choice.rule)
     values = x[there].cpu()
@@ -162,12 +164,12 @@ def remove_sent(vector: Vector, entries: Entries, written: list[tuple[int, int]]
 class Output(ABC):
     """What a batch is written to."""
 
-    def takes(self, i: int, rule: Cutoff | StratifiedSample) -> bool:
+    def takes(self, i: int, rule: Rule) -> bool:
         """Whether the kernels can write the i-th vector of the batch by this rule."""
         return isinstance(rule, Cutoff)
 
     @abstractmethod
-    def add(self, i: int, section: "_native.SectionArgs", rule: Cutoff | StratifiedSample) -> "_native.Written":
+    def add(self, i: int, section: "_native.SectionArgs", rule: Rule) -> "_native.Written":
         """Write the i-th vector with the kernels."""
 
     @abstractmethod
@@ -185,17 +187,21 @@ class FrameOutput(Output):
         self.buffer, self.reserves = buffer, reserves
         self.writer = _native.Writer(buffer.data_ptr(), buffer.numel())
 
-    def takes(self, i: int, rule: Cutoff | StratifiedSample) -> bool:
+    def takes(self, i: int, rule: Rule) -> bool:
         return True
 
-    def add(self, i: int, section: "_native.SectionArgs", rule: Cutoff | StratifiedSample) -> "_native.Written":
+    def add(self, i: int, section: "_native.SectionArgs", rule: Rule) -> "_native.Written":
         if isinstance(rule, StratifiedSample):
             return self.writer.add_strata(section, rule.count, rule.seed, self.reserves[i])
+        if isinstance(rule, Window):
+            return self.writer.add_window(section, rule.start, rule.count, self.reserves[i])
         return self.writer.add_selected(section, rule.threshold, rule.ties, self.reserves[i])
 
     def add_entries(self, i: int, batch: Batch, entries: Entries) -> list[tuple[int, int]]:
         rule, count = batch.choices[i].rule, len(entries.values)
         args = entries.args(batch.sections[i], batch.vectors[i].n, batch.codings[i], 0, count)
+        if isinstance(rule, Window):
+            return [(0, self.writer.add_window_entries(args, self.reserves[i]))]
         seed = rule.seed if isinstance(rule, StratifiedSample) else None
         return [(0, self.writer.add_entries(args, seed, self.reserves[i]))]
 
@@ -220,6 +226,11 @@ class Partition:
         if self.world == 1:
             return n if owner == self.first else 0
         return _native.share_of(n, self.world, self.first, owner)
+
+    def window(self, window: Window, owner: int) -> Window:
+        """Return an owner's elements of a window. They are consecutive in its share."""
+        start = self.share(window.start, owner)
+        return Window(start, self.share(window.start + window.count, owner) - start)
 
     def places(self, n: int, owner: int) -> Tensor:
         """Return the positions of an owner's share in the whole tensor."""
@@ -272,15 +283,17 @@ class PartsOutput(Output):
         self._partitions = [partitions[at] for at in sections]
         self.frames = [FrameOutput(part.buffer, part.reserves_for(sections)) for part in parts]
 
-    def takes(self, i: int, rule: Cutoff | StratifiedSample) -> bool:
-        return self._partitions[i].world == 1 or isinstance(rule, Cutoff)
+    def takes(self, i: int, rule: Rule) -> bool:
+        return self._partitions[i].world == 1 or not isinstance(rule, StratifiedSample)
 
-    def add(self, i: int, section: "_native.SectionArgs", rule: Cutoff | StratifiedSample) -> "_native.Written":
+    def add(self, i: int, section: "_native.SectionArgs", rule: Rule) -> "_native.Written":
         partition = self._partitions[i]
         if partition.world == 1:
             return self.frames[partition.first].add(i, section, rule)
-        assert isinstance(rule, Cutoff)
         writers, reserves = [frame.writer for frame in self.frames], [frame.reserves[i] for frame in self.frames]
+        if isinstance(rule, Window):
+            return _native.Writer.add_window_parts(writers, reserves, partition.first, section, rule.start, rule.count)
+        assert isinstance(rule, Cutoff)
         return _native.Writer.add_parts(writers, reserves, partition.first, section, rule.threshold, rule.ties)
 
     def add_entries(self, i: int, batch: Batch, entries: Entries) -> list[tuple[int, int]]:
@@ -288,22 +301,27 @@ class PartsOutput(Output):
         if partition.world == 1:
             return self.frames[partition.first].add_entries(i, batch, entries)
         edges = partition.sort(entries)
-        written = []
+        windowed, written = isinstance(batch.choices[i].rule, Window), []
         for owner, frame in enumerate(self.frames):
             share, low, high = partition.share(batch.vectors[i].n, owner), edges[owner], edges[owner + 1]
             if share:
-                args = entries.args(batch.sections[i], share, batch.codings[i], low, high)
-                written.append((low, low + frame.writer.add_entries(args, None, frame.reserves[i])))
+                args, reserve = entries.args(batch.sections[i], share, batch.codings[i], low, high), frame.reserves[i]
+                fit = (
+                    frame.writer.add_window_entries(args, reserve)
+                    if windowed
+                    else frame.writer.add_entries(args, None, reserve)
+                )
+                written.append((low, low + fit))
         return written
 
 
 class ShardOutput(Output):
-    """Shards: frames of at most `budget` bytes, any of which may be lost. Shards list random positions as well."""
+    """Shards: frames of at most `budget` bytes, any of which may be lost. Shards list all positions."""
 
     def __init__(self, budget: int, *, exact: bool = False) -> None:
         self.writer = _native.ShardWriter(budget, exact)
 
-    def add(self, i: int, section: "_native.SectionArgs", rule: Cutoff | StratifiedSample) -> "_native.Written":
+    def add(self, i: int, section: "_native.SectionArgs", rule: Rule) -> "_native.Written":
         assert isinstance(rule, Cutoff)
         return self.writer.add_selected(section, rule.threshold, rule.ties)
 
@@ -353,14 +371,22 @@ def encode_parts(
 
 
 def encode_sums(
-    codec: "Codec", sums: Mapping[int, Tensor], names: Sequence[str], buffer: Tensor, *, step: int
+    codec: "Codec",
+    sums: Mapping[int, Tensor],
+    names: Sequence[str],
+    buffer: Tensor,
+    *,
+    step: int,
+    windows: Sequence[Window] | None = None,
 ) -> Frame:
     """Encode sums, given by section, without a residual; what is not sent stays in the sums themselves.
 
-    Zeros follow the frame in the buffer.
+    With `windows`, by section, these entries are sent; otherwise the codec selects. Zeros follow the frame in the
+    buffer.
     """
     vectors = [Vector(t, None, 1.0, t, None) for t in sums.values()]
-    batch = codec.choose([names[i] for i in sums], vectors, list(sums), len(names), step)
+    rules = [windows[i] for i in sums] if windows is not None else None
+    batch = codec.choose([names[i] for i in sums], vectors, list(sums), len(names), step, rules)
     return codec.write(batch, buffer, pad=True)
 
 

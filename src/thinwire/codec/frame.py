@@ -65,7 +65,7 @@ class FrameReader:
 
     @property
     def sections(self) -> list[_native.Section]:
-        """The sections, one per tensor present: id, numel, count, format, strata."""
+        """The sections, one per tensor present: id, numel, count, format, coding (of positions)."""
         return self._reader.sections
 
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
@@ -185,12 +185,21 @@ def section_bound(n: int, count: int, values: Values, *, whole: bool = False, st
 
     A gap takes at most 4 + log2(n / count) bits on average; native/positions.cpp explains the bound.
     """
-    header = _native.section_bytes(_MAX_ID, n, strata)
+    header = _native.section_bytes(_MAX_ID, n, _native.STRATA if strata else _native.GAPS)
     if count == 0:
         return header
     blocks = -(-count // BLOCK)
     gaps = 0.0 if whole else count * (4.0 + math.log2(n / count)) / 8.0
-    stored = count // BLOCK * _native.block_bytes(values.code, BLOCK)
+    return header + math.ceil(gaps) + 2 * blocks + stored_bytes(count, values)
+
+
+def stored_bytes(count: int, values: Values) -> int:
+    """Return the bytes of the values of `count` entries, in blocks."""
     rest = count % BLOCK
-    stored += _native.block_bytes(values.code, rest) if rest else 0
-    return header + math.ceil(gaps) + 2 * blocks + stored
+    stored = count // BLOCK * _native.block_bytes(values.code, BLOCK)
+    return stored + (_native.block_bytes(values.code, rest) if rest else 0)
+
+
+def window_bytes(n: int, count: int, values: Values, *, section: int = _MAX_ID) -> int:
+    """Return the bytes of a section that sends a window of `count` of n entries. Without entries there is none."""
+    return _native.section_bytes(section, n, _native.WINDOW) + stored_bytes(count, values) if count else 0

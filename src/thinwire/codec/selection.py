@@ -1,8 +1,9 @@
 """Selection: which entries are sent.
 
-A selection looks at a group of vectors and returns a `Cutoff` (a threshold on magnitudes) or, for random selection, a
-`StratifiedSample`. It knows nothing of parameter names, residuals and networks. `NativeGroup` computes a group's
-statistics with the kernels, `TorchGroup` with torch operations: exact ones are equal, sampled ones equally accurate.
+A selection looks at a group of vectors and returns a `Cutoff` (a threshold on magnitudes), a `StratifiedSample` (random
+positions) or a `Window` (consecutive positions). It knows nothing of parameter names, residuals and networks.
+`NativeGroup` computes a group's statistics with the kernels, `TorchGroup` with torch operations: exact ones are equal,
+sampled ones equally accurate.
 """
 
 import math
@@ -251,14 +252,26 @@ class StratifiedSample:
     seed: int
 
 
+@dataclass(frozen=True)
+class Window:
+    """The entries at the positions `start` to `start + count - 1` are sent, zeros too."""
+
+    start: int
+    count: int
+
+
+Rule = Cutoff | StratifiedSample | Window
+
+
 class Selection(ABC):
     """Base class: a rule that chooses entries. It is frozen; what it learns is kept in the `state` that it is given."""
 
     shares_threshold: ClassVar[bool] = True  # whether one threshold can serve several tensors (scope="global")
     predictable: ClassVar[bool] = True  # whether `expected` is an estimate, or only the trivial bound n
+    spares_small: ClassVar[bool] = True  # whether tensors below the codec's `min_numel` are sent whole instead
 
     @abstractmethod
-    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff | StratifiedSample:
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Rule:
         """Return which entries to send at this step. `key` identifies the group and is the same on every rank."""
 
     def learn(self, selected: int, magnitudes: float, state: dict[str, float]) -> None:
@@ -465,3 +478,48 @@ class RandomK(Selection):
 
     def expected(self, n: int, step: int) -> int:
         return entry_count(density_at(self.density, step), n)
+
+
+@dataclass(frozen=True)
+class Rotate(Selection):
+    """Select a window of consecutive entries that moves on at every step, the same on all ranks.
+
+    Every entry is sent once in `period` = ceil(1 / share) steps. The positions take no bytes, zeros are sent as well,
+    and the size of a frame is known beforehand. A window has at least `min_window` entries. A smaller tensor is sent
+    whole once in a period, whatever the codec's `min_numel` is. Tensors begin at different phases of the period, which
+    evens out the sizes of frames.
+    """
+
+    share: Density
+    min_window: int = 256
+    shares_threshold: ClassVar[bool] = False
+    spares_small: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_density(self.share)
+        if self.min_window < 1:
+            raise ValueError(f"a window has at least one entry, not {self.min_window}")
+
+    def for_sums(self, factor: float) -> Selection:
+        return Threshold(0.0)  # all ranks send the same positions, so the sums have no more entries than one rank sends
+
+    def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Window:
+        return self.window(group.n, step, key)
+
+    def period(self, step: int) -> int:
+        """Return in how many steps every entry is sent once."""
+        # The quotient of floats may exceed a whole number by its rounding error: 1 / (1 / 49) is 49.00000000000001.
+        return max(1, math.ceil(1.0 / density_at(self.share, step) - 1e-9))
+
+    def window_size(self, n: int, step: int) -> int:
+        """Return the entries of all windows of a tensor of n elements but its last, which may have fewer."""
+        return max(-(-n // self.period(step)), min(n, self.min_window))
+
+    def window(self, n: int, step: int, key: int) -> Window:
+        """Return the window of a tensor of n elements at a step; it is empty in some steps of a short tensor."""
+        size = self.window_size(n, step)
+        start = min(n, (step + key) % self.period(step) * size)
+        return Window(start, min(size, n - start))
+
+    def expected(self, n: int, step: int) -> int:
+        return -(-n // self.period(step))

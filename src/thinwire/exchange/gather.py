@@ -31,7 +31,7 @@ class _GatherPlan:
 
 
 class Gather(Exchange):
-    """All-gather of frames of an agreed size."""
+    """All-gather of frames of an agreed size, or of their exact size where the codec knows it beforehand."""
 
     def __init__(self) -> None:
         self._sizes = AgreedSizes()
@@ -49,7 +49,8 @@ class Gather(Exchange):
         if key not in self._plans:
             self._plans[key] = self._plan(bucket)
         plan = self._plans[key]
-        (size,) = self._sizes.get(key, bucket.step, lambda: [first_size(self._codec, plan.numels, bucket.step)])
+        known = self._codec.known_bytes(plan.names, plan.numels, bucket.step)
+        size = known if known is not None else self._agreed_size(key, plan, bucket.step)
         # 1. Encode the selected entries; the rest stays in the residual.
         began = time.perf_counter()
         room = torch.empty(size, dtype=torch.uint8)
@@ -62,7 +63,8 @@ class Gather(Exchange):
         frames = self._frames
         frames.read(messages, [plan.numels], trailing=True)
         if not frames.non_finite:
-            self._sizes.learn(key, [max(frames.lengths)], [plan.slack])
+            if known is None:
+                self._sizes.learn(key, [max(frames.lengths)], [plan.slack])
             frames.sum_to(bucket.outs, 1.0 / self._channel.world)
         decode = time.perf_counter() - began
         return Outcome(
@@ -73,6 +75,10 @@ class Gather(Exchange):
             undo=lambda: give_back(self._codec, plan.names, plan.numels, frame),
             sent=lambda outs: read_frames([frame], [plan.numels]).sum_to(outs),
         )
+
+    def _agreed_size(self, key: str, plan: _GatherPlan, step: int) -> int:
+        (size,) = self._sizes.get(key, step, lambda: [first_size(self._codec, plan.numels, step)])
+        return size
 
     def _encode(self, bucket: Bucket, plan: _GatherPlan, room: Tensor) -> tuple[Frame, list[int]]:
         """Encode this rank's frame into `room`; returns the frame and the entries per tensor."""
@@ -92,7 +98,10 @@ class Gather(Exchange):
         return _GatherPlan(names, numels, partitions, reserves, slack(codec, numels), BucketEncoder(codec, reserves))
 
     def volume(self, key: str) -> int | None:
-        """Bytes that a rank sends for a bucket, the same on all ranks; None before the bucket's first step."""
+        """Bytes that a rank sends for a bucket, the same on all ranks.
+
+        None before the bucket's first step, and where every step has its own size (`Codec.known_bytes`).
+        """
         return self._sizes.sizes[key][0] * (self._channel.world - 1) if key in self._sizes.sizes else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,4 +125,4 @@ def give_back(codec: Codec, names: list[str], numels: list[int], frame: Frame) -
 
 def gathered_bytes(codec: Codec, numels: list[int], world: int, step: int = 0) -> int:
     """Bytes that a rank is expected to send to all others together."""
-    return codec.frame_bound(numels, codec.expected_counts(numels, step)) * (world - 1)
+    return codec.expected_bytes(numels, step) * (world - 1)

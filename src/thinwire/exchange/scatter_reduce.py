@@ -19,6 +19,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.encode import Part, Partition, empty_frame, encode_parts, encode_sums, fill
 from thinwire.codec.feedback import NoFeedback
 from thinwire.codec.frame import Frame, FrameReader, Frames, read_frames
+from thinwire.codec.selection import Window
 from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.gather import Gather, gathered_bytes
@@ -63,6 +64,9 @@ class _ScatterPlan:
 class ScatterReduce(Exchange):
     """All-to-all of parts, a second selection by the owners, all-gather of the results.
 
+    Where all ranks send the same windows (`Rotate`), there is no second selection: the results are the sums of these
+    windows, and the sizes of all messages are known beforehand.
+
     Buckets for which a rank would send fewer than `gather_below` bytes to all others together use `Gather` instead,
     which takes one round in place of two.
     """
@@ -84,7 +88,7 @@ class ScatterReduce(Exchange):
         # total to twice the entries of a rank, so that the traffic is the same for any number of ranks.
         world = channel.world
         selection = codec.selection.for_sums(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
-        self._second = codec.copy(selection=selection, feedback=NoFeedback())
+        self._second = codec.copy(selection=selection, feedback=NoFeedback(), min_numel=codec.min_numel)
 
     def channels(self) -> list[Channel]:
         return [self._channel]
@@ -96,8 +100,12 @@ class ScatterReduce(Exchange):
         if key not in self._plans:
             self._plans[key] = self._plan(bucket)
         plan = self._plans[key]
-        budgets = self._parts.get(key, bucket.step, lambda: self._first_parts(bucket, plan))
-        sizes = self._results.get(key, bucket.step, lambda: self._first_results(bucket, plan))
+        windows = self._windows(bucket, plan)
+        if windows is not None:  # a result has the windows of a part
+            budgets = sizes = list(map(self._codec.windows_bytes, plan.shares, windows))
+        else:
+            budgets = self._parts.get(key, bucket.step, lambda: self._first_parts(bucket, plan))
+            sizes = self._results.get(key, bucket.step, lambda: self._first_results(bucket, plan))
         # 1. Encode the selected entries, one part per owner; the rest stays in the residual.
         began = time.perf_counter()
         wire = [0 if r == channel.rank else n for r, n in enumerate(budgets)]
@@ -115,13 +123,13 @@ class ScatterReduce(Exchange):
         # 3. Add up this rank's share in rank order and select again; rejected entries stay in this rank's residual.
         began = time.perf_counter()
         answer = torch.empty(_PREFIX.size + sizes[channel.rank], dtype=torch.uint8)
-        result = self._reduce(bucket, plan, received, answer)
+        result = self._reduce(bucket, plan, received, answer, windows[channel.rank] if windows is not None else None)
         compress += time.perf_counter() - began
         # 4. Send the result to all ranks.
         answers = channel.all_gather_uneven(answer, [_PREFIX.size + size for size in sizes])
         # 5. Decode the results: all ranks compute the same bits.
         began = time.perf_counter()
-        bad = self._read(bucket, plan, answers)
+        bad = self._read(bucket, plan, answers, learn=windows is None)
         decode = time.perf_counter() - began
         counts = dict(zip(plan.names, sent, strict=True))
         return Outcome(
@@ -161,6 +169,16 @@ class ScatterReduce(Exchange):
         split = [(partition.world, partition.first) for partition in partitions]
         return _ScatterPlan(list(bucket.tensors), partitions, shares, reserves, slacks, own, sums, split)
 
+    def _windows(self, bucket: Bucket, plan: _ScatterPlan) -> list[list[Window]] | None:
+        """The windows that all ranks send of every tensor, by owner; None if the selection depends on the values."""
+        windows = self._codec.windows(plan.names, bucket.numels, bucket.step)
+        if windows is None:
+            return None
+        return [
+            [partition.window(window, r) for partition, window in zip(plan.partitions, windows, strict=True)]
+            for r in range(self._channel.world)
+        ]
+
     def _first_parts(self, bucket: Bucket, plan: _ScatterPlan) -> list[int]:
         """First sizes of the parts: room for twice the entries of an even distribution over the shares."""
         numels = bucket.numels
@@ -172,7 +190,14 @@ class ScatterReduce(Exchange):
     def _first_results(self, bucket: Bucket, plan: _ScatterPlan) -> list[int]:
         return [first_size(self._second, each, bucket.step) for each in plan.shares]
 
-    def _reduce(self, bucket: Bucket, plan: _ScatterPlan, received: list[Tensor], answer: Tensor) -> Frame:
+    def _reduce(
+        self,
+        bucket: Bucket,
+        plan: _ScatterPlan,
+        received: list[Tensor],
+        answer: Tensor,
+        windows: list[Window] | None,
+    ) -> Frame:
         """Write the prefix and the result of this rank's share to `answer`."""
         rank = self._channel.rank
         frames = self._received
@@ -184,7 +209,7 @@ class ScatterReduce(Exchange):
             result = fill(room, empty_frame(str(frames.non_finite[0])))
         else:
             sums = {i: total for i, total in enumerate(plan.sums) if total.numel()}
-            result = encode_sums(self._second, sums, plan.names, room, step=bucket.step)
+            result = encode_sums(self._second, sums, plan.names, room, step=bucket.step, windows=windows)
         _PREFIX.pack_into(answer.numpy().data, 0, largest, 1 + frames.non_finite[0] if frames.non_finite else 0)
         self._keep(bucket, plan)
         return result
@@ -210,8 +235,8 @@ class ScatterReduce(Exchange):
             plan.places[i] = plan.partitions[i].places(n, self._channel.rank)
         return plan.places[i]
 
-    def _read(self, bucket: Bucket, plan: _ScatterPlan, answers: list[Tensor]) -> list[int]:
-        """Write the mean to the outputs; returns the ranks that were not finite."""
+    def _read(self, bucket: Bucket, plan: _ScatterPlan, answers: list[Tensor], *, learn: bool) -> list[int]:
+        """Write the mean to the outputs and `learn` the messages' sizes; returns the ranks that were not finite."""
         key, world = bucket.key, self._channel.world
         prefixes = [_PREFIX.unpack_from(answer.numpy().data) for answer in answers]
         bad = {culprit - 1 for _, culprit in prefixes if culprit}
@@ -219,8 +244,9 @@ class ScatterReduce(Exchange):
             return sorted(bad)
         frames = self._answers
         frames.read([answer[_PREFIX.size :] for answer in answers], plan.shares, trailing=True)
-        self._parts.learn(key, [largest for largest, _ in prefixes], plan.slacks)
-        self._results.learn(key, frames.lengths, plan.slacks)
+        if learn:
+            self._parts.learn(key, [largest for largest, _ in prefixes], plan.slacks)
+            self._results.learn(key, frames.lengths, plan.slacks)
         frames.sum_to(bucket.outs, 1.0 / world, plan.split)
         return []
 
