@@ -45,6 +45,8 @@ EXACT: list[Selection] = [
     tw.Threshold(0.0),
     tw.Threshold(1.5),
     tw.RandomK(0.1, seed=5),
+    tw.Rotate(0.1),
+    tw.Rotate(0.3, min_window=64),
 ]
 SELECTIONS: list[Selection] = [
     *EXACT,

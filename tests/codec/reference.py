@@ -14,13 +14,17 @@ from tests.codec.reference_positions import Bits, read_gaps, write_gaps
 BLOCK = 512
 FLOAT32, FLOAT16, BFLOAT16, BITS8, BITS4, BITS2, SIGN = range(7)
 WIDTH = {FLOAT32: 32, FLOAT16: 16, BFLOAT16: 16, BITS8: 8, BITS4: 4, BITS2: 2, SIGN: 1}
+GAPS, STRATA, WINDOW = range(3)
 LARGEST, SMALLEST = 2.0**120, 2.0**-100
 MASK64 = (1 << 64) - 1
 
 
 @dataclass
 class Part:
-    """One section: ascending positions and float32 values. `strata` is the seed that stands for the positions."""
+    """One section: ascending positions and float32 values.
+
+    `strata` is the seed that stands for the positions, `start` the first position of a window.
+    """
 
     id: int
     format: int
@@ -28,6 +32,7 @@ class Part:
     positions: list[int]
     values: Tensor
     strata: int | None = None
+    start: int | None = None
     rounding: int | None = None  # the seed of stochastic rounding
 
 
@@ -157,14 +162,19 @@ def write_frame(parts: list[Part], flags: int = 0) -> bytes:
 
 def _write_part(part: Part) -> bytes:
     n = len(part.positions)
-    kind = part.format | (16 if part.strata is not None else 0)
-    out = varint(part.id) + bytes([kind]) + varint(part.numel) + n.to_bytes(count_width(part.numel), "little")
+    width = count_width(part.numel)
+    coding = STRATA if part.strata is not None else WINDOW if part.start is not None else GAPS
+    kind = part.format | coding << 4
+    out = varint(part.id) + bytes([kind]) + varint(part.numel) + n.to_bytes(width, "little")
     if part.strata is not None:
         out += part.strata.to_bytes(8, "little")
+    if part.start is not None:
+        assert part.positions == list(range(part.start, part.start + n))
+        out += part.start.to_bytes(width, "little")
     previous = -1
     for begin in range(0, n, BLOCK):
         positions = part.positions[begin : begin + BLOCK]
-        if part.strata is None:
+        if coding == GAPS:
             out += write_gaps(positions, previous)
             previous = positions[-1]
         out += write_values(part.values[begin : begin + BLOCK], part.format, part.rounding, begin)
@@ -191,13 +201,19 @@ def _read_part(data: bytes, at: int) -> tuple[Part, int]:
     width = count_width(numel)
     count, at = int.from_bytes(data[at : at + width], "little"), at + width
     part = Part(ident, kind & 15, numel, [], torch.empty(0))
-    if kind >> 4:
+    coding = kind >> 4
+    assert coding in (GAPS, STRATA, WINDOW)
+    if coding == STRATA:
         part.strata, at = int.from_bytes(data[at : at + 8], "little"), at + 8
         part.positions = strata_positions(part.strata, count, numel)
+    if coding == WINDOW:
+        part.start, at = int.from_bytes(data[at : at + width], "little"), at + width
+        assert part.start + count <= numel
+        part.positions = list(range(part.start, part.start + count))
     blocks, previous = [torch.empty(0)], -1
     for begin in range(0, count, BLOCK):
         n = min(BLOCK, count - begin)
-        if part.strata is None:
+        if coding == GAPS:
             positions, size = read_gaps(data[at:], n, previous)
             part.positions += positions
             previous, at = positions[-1], at + size

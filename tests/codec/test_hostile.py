@@ -106,7 +106,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "section 0 is repeated or out of order",
     ),
     "unknown value format": (framed(section(kind=7, rest=RUN)), "value format 7 is unknown"),
-    "unknown index coding": (framed(section(kind=0x20, rest=RUN)), "index coding 2 is unknown"),
+    "unknown index coding": (framed(section(kind=0x30, rest=RUN)), "index coding 3 is unknown"),
     "unknown coding of a block": (framed(section(rest=b"\xf7" + ONE)), "index coding 247 of a block is unknown"),
     "wrong size": (framed(section(numel=varint(601), rest=RUN)), "has 601 elements, the receiver's tensor has 600"),
     "number beyond 64 bits": (framed(section(numel=b"\xff" * 9 + b"\x02")), "longer than 64 bits"),
@@ -136,6 +136,22 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "padding after a block's values",
     ),
     "strata without a seed": (framed(section(kind=0x10, rest=b"1234")), "ends within a section's seed"),
+    "window without a start": (framed(section(kind=0x20, rest=b"1")), "ends within a section's start"),
+    "window beyond the end": (
+        framed(section(kind=0x20, rest=b"\x58\x02" + ONE)),
+        "a window lies outside of its tensor",
+    ),
+    "window that begins outside": (framed(section(kind=0x20, rest=b"\xff\xff" + ONE)), "a window lies outside"),
+    "empty window outside": (
+        framed(section(kind=0x20, count=b"\x00\x00", rest=b"\x59\x02")),
+        "a window lies outside of its tensor",
+    ),
+    "window of too many": (framed(section(kind=0x26, count=b"\x58\x02", rest=b"\x00\x00")), "more entries than its"),
+    "window larger than the tensor": (
+        framed(section(kind=0x26, count=b"\x59\x02", rest=b"\x00\x00")),
+        "claims 601 entries of 600",
+    ),
+    "window with values cut short": (framed(section(kind=0x20, rest=b"\x00\x00" + ONE[:3])), "a block's values"),
     "strata of too many": (framed(section(kind=0x16, count=b"\x58\x02", rest=b"12345678")), "more entries than"),
 }
 

@@ -15,6 +15,7 @@ import thinwire.codec
 from tests.codec.codec_cases import KINDS, gradients, positions_of, quick
 from thinwire.codec.codec import Kernels
 from thinwire.codec.selection import Selection, entry_count
+from thinwire.codec.values import Values
 
 
 def selected(selection: Selection, x: Tensor, *, step: int = 0, kernels: Kernels = "native") -> Tensor:
@@ -214,6 +215,9 @@ def test_small_tensors_are_sent_whole() -> None:
         lambda: tw.StdDev(0.0),
         lambda: tw.Dynamic(0.2, 0.1),
         lambda: tw.RandomK(2.0),
+        lambda: tw.Rotate(0.0),
+        lambda: tw.Rotate(1.5),
+        lambda: tw.Rotate(0.1, min_window=0),
         lambda: tw.Warmup([], 1),
         lambda: tw.Warmup([0.1], 0),
         lambda: tw.Bits(3),
@@ -237,3 +241,116 @@ def test_a_group_with_a_tensor_smaller_than_the_stride_of_its_sample() -> None:
     gradients = {"a": torch.randn(4_000_000, generator=generator), "b": torch.randn(1100, generator=generator)}
     frame = tw.Codec(0.5, scope="global", kernels="torch").encode(gradients)
     assert 0.45 < sum(frame.counts) / 4_001_100 < 0.55
+
+
+def windows_of(codec: tw.Codec, numels: dict[str, int], steps: range) -> dict[str, list[Tensor]]:
+    """Return the positions of every tensor that are sent at each of these steps, read from frames."""
+    found: dict[str, list[Tensor]] = {name: [] for name in numels}
+    x = {name: torch.zeros(n) for name, n in numels.items()}  # zeros are sent as well
+    for step in steps:
+        frame = codec.encode(x, step=step)
+        places = positions_of(frame, list(numels.values()))
+        for i, name in enumerate(numels):
+            found[name].append(places.get(i, torch.empty(0, dtype=torch.int64)))
+    return found
+
+
+@quick
+@given(
+    numels=st.lists(st.one_of(st.integers(0, 700), st.integers(0, 20_000)), min_size=1, max_size=4),
+    share=st.one_of(st.floats(0.02, 1.0), st.integers(1, 60).map(lambda period: 1 / period)),
+    min_window=st.sampled_from([1, 64, 256]),
+    first=st.integers(0, 1000),
+)
+def test_rotation_sends_every_entry_once_in_a_period(
+    numels: list[int], share: float, min_window: int, first: int
+) -> None:
+    rule = tw.Rotate(share, min_window=min_window)
+    period = rule.period(0)
+    assert 1 / share <= period * (1 + 1e-8) and period < 1 / share + 1
+    sizes = {f"t{i}": n for i, n in enumerate(numels)}
+    found = windows_of(tw.Codec(rule, tw.Sign(), tw.NoFeedback()), sizes, range(first, first + period))
+    for name, n in sizes.items():
+        sent = torch.cat(found[name])
+        assert torch.equal(sent.sort().values, torch.arange(n))
+        for places in found[name]:  # each of them is a window, of `min_window` entries unless it is the last
+            assert len(places) <= max(-(-n // period), min_window)
+            assert len(places) >= min(min_window, n) or not len(places) or places[-1] == n - 1
+            assert (places.diff() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("share", "period"), [(1.0, 1), (0.5, 2), (0.3, 4), (0.1, 10), (0.08, 13), (1 / 49, 49), (1 / 3, 3), (0.999, 2)]
+)
+def test_the_period_of_a_rotation(share: float, period: int) -> None:
+    assert tw.Rotate(share).period(0) == period
+    rule, n = tw.Rotate(share), 100_000
+    assert [len(p) for p in windows_of(tw.Codec(rule), {"w": n}, range(1))["w"]] == [rule.expected(n, 0)]
+
+
+def test_small_tensors_of_a_rotation_are_sent_whole_once_in_a_period() -> None:
+    sizes = {"weight": 50_000, "bias": 100, "norm": 256, "middle": 600}
+    codec = tw.Codec(tw.Rotate(0.1), tw.Bits(2))
+    counts = {name: [len(p) for p in found] for name, found in windows_of(codec, sizes, range(10)).items()}
+    assert counts["weight"] == [5000] * 10
+    assert sorted(counts["bias"]) == [0] * 9 + [100] and sorted(counts["norm"]) == [0] * 9 + [256]
+    assert sorted(counts["middle"]) == [0] * 7 + [88, 256, 256]
+    assert codec.min_numel == 0 and codec.copy(selection=tw.TopK(0.1)).min_numel == 1024
+    for step in range(10):
+        frame = codec.encode({name: torch.randn(n) for name, n in sizes.items()}, step=step)
+        sections = tw.codec.FrameReader(frame, list(sizes.values())).sections
+        assert {s.format for s in sections} == {5}  # small tensors are in the codec's values, too
+        assert [s.id for s in sections] == [i for i, count in enumerate(frame.counts) if count]  # no empty sections
+
+
+def test_ranks_rotate_alike_and_tensors_have_different_phases() -> None:
+    rule, n = tw.Rotate(0.05), 40_000
+    one = tw.Codec(rule, tw.Bits(2))
+    other = tw.Codec(rule, tw.Float32(), tw.MomentumCorrection(), kernels="torch")
+    for step in (0, 7, 123_456):
+        ours = positions_of(one.encode({"a": torch.randn(n), "w": torch.randn(n)}, step=step), [n, n])
+        theirs = positions_of(other.encode({"w": torch.randn(n)}, step=step), [n])  # in another bucket
+        assert torch.equal(ours[1], theirs[0])
+        assert not torch.equal(ours[0], ours[1])
+
+
+def test_a_rotation_with_a_schedule_still_sends_every_entry() -> None:
+    sizes = {"weight": 30_000, "bias": 10}
+    rule = tw.Rotate(tw.Warmup([1.0, 0.3, 0.04], 3))
+    codec = tw.Codec(rule, tw.Sign(), tw.NoFeedback())
+    found = windows_of(codec, sizes, range(6 + 25))
+    assert [len(p) for p in found["weight"][:7]] == [30_000] * 3 + [7500] * 3 + [1200]
+    for name, n in sizes.items():
+        assert torch.equal(torch.cat(found[name][6:]).sort().values, torch.arange(n))
+    # A share that changes at every step repeats no pattern that leaves an entry out for ever.
+    moving = tw.Codec(tw.Rotate(lambda step: 1 / (2 + step % 5)), tw.Sign(), tw.NoFeedback())
+    for name, places in windows_of(moving, sizes, range(60)).items():
+        assert len(torch.cat(places).unique()) == sizes[name]
+
+
+@quick
+@given(
+    numels=st.lists(st.one_of(st.integers(0, 700), st.integers(0, 70_000)), max_size=5),
+    share=st.floats(0.02, 1.0),
+    values=st.sampled_from([tw.Float32(), tw.Bits(2), tw.Sign()]),
+    first=st.integers(0, 1000),
+)
+def test_the_bytes_of_a_rotation_are_known(numels: list[int], share: float, values: Values, first: int) -> None:
+    codec = tw.Codec(tw.Rotate(share), values, tw.NoFeedback())
+    x = {f"t{i}": torch.randn(n) for i, n in enumerate(numels)}
+    assert isinstance(codec.selection, tw.Rotate)
+    sizes = []
+    for step in range(first, first + codec.selection.period(0)):
+        known = codec.known_bytes(list(x), numels, step)
+        assert known is not None
+        frame = codec.encode(x, step=step, budget=known)  # everything fits into exactly these bytes
+        assert len(frame) == known == len(codec.encode(x, step=step))
+        sizes.append(known)
+    assert codec.expected_bytes(numels) == math.ceil(sum(sizes) / len(sizes))
+
+
+def test_the_bytes_of_other_selections_are_not_known() -> None:
+    for selection in (tw.TopK(0.1), tw.RandomK(0.1), tw.Threshold(0.0)):
+        codec = tw.Codec(selection)
+        assert codec.known_bytes(["w"], [5000], 0) is None and codec.windows(["w"], [5000], 0) is None
+        assert codec.expected_bytes([5000]) == codec.frame_bound([5000], codec.expected_counts([5000]))

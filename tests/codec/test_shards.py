@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from thinwire.codec.codec import Codec, Kernels
 from thinwire.codec.encode import NonFinite, encode_shards
 from thinwire.codec.frame import ShardReader
-from thinwire.codec.selection import RandomK, Selection, TopK
+from thinwire.codec.selection import RandomK, Rotate, Selection, TopK
 from thinwire.codec.values import Bits, Float32, Values
 from thinwire.errors import FrameError
 
@@ -16,7 +16,7 @@ from thinwire.errors import FrameError
 @given(
     sizes=st.lists(st.integers(1, 6000), min_size=1, max_size=5),
     budget=st.integers(200, 1400),
-    selection=st.sampled_from([TopK(0.05), TopK(1.0), RandomK(0.1)]),
+    selection=st.sampled_from([TopK(0.05), TopK(1.0), RandomK(0.1), Rotate(0.3)]),
     exact=st.booleans(),
     kernels=st.sampled_from(["native", "torch"]),
     hold=st.integers(0, 4),

@@ -24,6 +24,7 @@ SELECTIONS: list[Selection] = [
     tw.TopK(0.01),
     tw.TopK(0.0003, exact=True),
     tw.RandomK(0.05, seed=5),  # strata
+    tw.Rotate(0.3),  # windows
     tw.Threshold(1e9),  # nothing of the large tensor
 ]
 

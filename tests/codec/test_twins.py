@@ -105,7 +105,9 @@ def parts_of(frame: tw.codec.Frame, x: dict[str, Tensor], codec: tw.Codec, step:
         values = codec.small_values if section.numel < codec.min_numel else codec.values
         if values.seed is not None:
             part.rounding = reference.mix(reference.mix(values.seed ^ step) ^ zlib.crc32(name.encode()))
-        if section.strata:
+        if section.coding == reference.WINDOW:
+            part.start = int(positions[0])
+        if section.coding == reference.STRATA:
             key = zlib.crc32(name.encode())
             part.strata = reference.mix(reference.mix(reference.mix(5) ^ step) ^ key)
         parts.append(part)

@@ -33,6 +33,9 @@ def frames() -> dict[str, tuple[tw.codec.Frame, list[int]]]:
     stochastic = tw.Codec(tw.TopK(0.02, exact=True), tw.Bits(4, seed=9)).encode({"w": tensors["w"]})
     made["v1-stochastic"] = (stochastic, [3000])
     made["v1-strata"] = (tw.Codec(tw.RandomK(0.02, seed=7), tw.Bits(8)).encode({"w": tensors["w"]}), [3000])
+    # At step 3 both tensors send a window: the second of the large one, which has two blocks, and all of the small one.
+    window = tw.Codec(tw.Rotate(0.3, min_window=64), tw.Bits(2)).encode(tensors, step=3)
+    made["v1-window"] = (window, [3000, 21])
     # 700 of 700 entries are two runs; 650 of 1300 are bitmaps; 3 of a million are far apart; the rest is empty.
     far = torch.zeros(1_000_000)
     far[[0, 123_456, 999_999]] = torch.tensor([1.0, -2.0, 3.0])
@@ -53,7 +56,7 @@ def expected(frame: tw.codec.Frame, numels: list[int]) -> dict[str, object]:
             {
                 "id": section.id,
                 "format": section.format,
-                "strata": section.strata,
+                "coding": section.coding,
                 "positions": positions.tolist(),
                 "values": [value.hex() for value in values.tolist()],
             }
