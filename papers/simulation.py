@@ -27,6 +27,8 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection
 from thinwire.codec.frame import Frame, read_frames
 from thinwire.errors import ThinwireError
+from thinwire.link.rescale import ResidualUnits
+from thinwire.tools.recipes.metric import reaches
 from thinwire.tools.recipes.recipe import DataOrder, Recipe, Split, Splits, classify
 
 SAVE_SECONDS = 45.0  # between checkpoints: about what an interruption costs
@@ -115,10 +117,14 @@ class Diverged(ThinwireError):
 
 
 class Cluster:
-    """A model and all its workers; `step` trains one step."""
+    """A model and all its workers; `step` trains one step of `steps`, which a schedule of the learning rate needs."""
 
-    def __init__(self, recipe: Recipe, train: Split, setting: TrainingSetting, *, threads: int = 2) -> None:
-        self.recipe, self.setting, self._train = recipe, setting, train
+    def __init__(
+        self, recipe: Recipe, train: Split, setting: TrainingSetting, *, steps: int | None = None, threads: int = 2
+    ) -> None:
+        if steps is None and recipe.schedule is not None:
+            raise ValueError(f"the recipe {recipe.name} has a schedule: give the number of steps")
+        self.recipe, self.setting, self._train, self._steps = recipe, setting, train, steps or 0
         self.model = recipe.build(setting.seed)
         # Momentum correction applies the momentum before sending: the optimizer must not apply it again.
         corrected = setting.codec is not None and isinstance(setting.codec.feedback, MomentumCorrection)
@@ -128,6 +134,7 @@ class Cluster:
         self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.numels = [p.numel() for p in self.parameters]
+        self._units = ResidualUnits(dict(zip(self.names, self.parameters, strict=True)), self.optimizer)
         self.done = 0  # steps
         self.frames: list[Frame] = []  # of the last step, by worker
         self._dropout = seed_dropout(self.model)
@@ -141,13 +148,22 @@ class Cluster:
 
     def step(self, probe: Probe | None = None) -> StepResult:
         """Train one step of all workers."""
+        self._set_rate()
         dense = not self.codecs or (self.done < self.setting.dense_steps and probe is None)
         result = self._dense_step() if dense else self._encoded_step(probe)
         if not math.isfinite(result.loss):
             raise Diverged(f"the loss is {result.loss} at step {self.done + 1}: the learning rate is too high")
+        self.recipe.clip_gradients(self.model)
         self.optimizer.step()
         self.done += 1
         return result
+
+    def _set_rate(self) -> None:
+        """Set the learning rate of this step, and rescale the residuals to it as a link does."""
+        self.recipe.set_rate(self.optimizer, self.done, self._steps)
+        for name, factor in self._units.changes().items():
+            for codec in self.codecs:
+                codec.rescale(factor, [name])
 
     def gradients(self, workers: Sequence[int]) -> tuple[float, Gradients]:
         """Return the mean loss and the mean gradient of some workers' batches, computed as one batch."""
@@ -204,6 +220,7 @@ class Cluster:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "codecs": [codec.state_dict() for codec in self.codecs],
+            "units": self._units.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,6 +231,7 @@ class Cluster:
         self.optimizer.load_state_dict(state["optimizer"])
         for codec, codec_state in zip(self.codecs, state["codecs"], strict=True):
             codec.load_state_dict(codec_state)
+        self._units.load_state_dict(state.get("units", {}))
         self.done = int(state["step"])
 
 
@@ -245,6 +263,7 @@ class Curve:
     packets: list[float] = field(default_factory=list)  # likewise
     density: float = 0.0  # mean over all steps
     reached: int | None = None  # the step that reached the target
+    higher_is_better: bool = True  # of the metric
     diverged: int | None = None  # the step whose loss was not finite, which ended the run
     seconds: float = 0.0  # of processor time that the simulation took
     notes: dict[str, Any] = field(default_factory=dict)  # what a probe recorded
@@ -255,11 +274,13 @@ class Curve:
 
     @property
     def best_test(self) -> float:
-        return max(self.test)
+        return max(self.test) if self.higher_is_better else min(self.test)
 
     def first_at(self, target: float) -> int | None:
-        """Return the step of the first evaluation at which the metric on the test split was at least the target."""
-        return next((step for step, value in zip(self.step, self.test, strict=True) if value >= target), None)
+        """Return the step of the first evaluation at which the metric on the test split reached the target."""
+        up = self.higher_is_better
+        values = zip(self.step, self.test, strict=True)
+        return next((step for step, value in values if reaches(value, target, higher_is_better=up)), None)
 
 
 @dataclass(frozen=True)
@@ -311,7 +332,8 @@ class Simulation:
         if finished is not None:
             return finished
         checkpoint = folder / f"{self.name}.pt"
-        with contextlib.closing(Cluster(self.recipe, self.splits.train, self.setting)) as cluster:
+        cluster = Cluster(self.recipe, self.splits.train, self.setting, steps=self.goal.max_steps)
+        with contextlib.closing(cluster):
             curve = self._train(cluster, checkpoint, watch, probe)
         content = {"described": self.described(), "made": provenance(), "curve": asdict(curve)}
         save_json(content, folder / f"{self.name}.json")
@@ -358,11 +380,12 @@ class Simulation:
         if goal.objective_samples:
             value = objective(recipe, model, self.splits.train, goal.objective_samples)
             curve.objective.append(value if value < LARGEST_LOSS else LARGEST_LOSS)  # also replaces NaN
-        if goal.target is not None and getattr(curve, goal.split)[-1] >= goal.target:
+        if goal.target is not None and recipe.reaches(getattr(curve, goal.split)[-1], goal.target):
             curve.reached = cluster.done
 
     def _resume(self, cluster: Cluster, checkpoint: Path) -> tuple[Curve, Totals]:
-        new, state = Curve(self.name, cluster.order.steps_per_epoch), _read_checkpoint(checkpoint)
+        new = Curve(self.name, cluster.order.steps_per_epoch, higher_is_better=self.recipe.higher_is_better)
+        state = _read_checkpoint(checkpoint)
         if state.get("described") != self.described():
             return new, Totals()
         try:

@@ -39,6 +39,7 @@ class Run:
     transport: str = ""
     packet_loss: float = 0.0
     metric: str = "accuracy"
+    higher_is_better: bool = True  # of the metric; logs that do not say so have such a metric
     target: float = math.nan
     version: str = ""
     machine: str = ""

@@ -29,13 +29,14 @@ def gradient_histogram(step: int, layer: str, gradient: "Tensor", *, per_decade:
 
 
 def describe_machine() -> str:
-    """Describe this machine in one line: processor, cores, system, version of torch."""
+    """Describe this machine in one line: processor, cores, system, versions of Python and torch."""
     processor = platform.processor() or platform.machine()
     with suppress(OSError):  # not Linux: the architecture is all that is known
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
         processor = names[0].split(":", 1)[1].strip() if names else processor
     system = f"{platform.system()} {platform.release()}"
-    return f"{processor}, {os.cpu_count()} cores, {system}, torch {metadata.version('torch')}"
+    versions = f"Python {platform.python_version()}, torch {metadata.version('torch')}"
+    return f"{processor}, {os.cpu_count()} cores, {system}, {versions}"
 
 
 def now() -> str:

@@ -15,8 +15,9 @@ from tests.tools.report.training import Training
 from thinwire.errors import LogError
 from thinwire.tools.cli import run
 from thinwire.tools.events import Diagnosis, Run, RunLog
+from thinwire.tools.recipes.metric import show_metric
 from thinwire.tools.report.page import figures, megabytes, write_report
-from thinwire.tools.report.summary import headline, show_metric, summarise
+from thinwire.tools.report.summary import headline, summarise
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ def make_plan(
     if not 0.0 < passes < math.inf:
         raise ValueError(f"the number of epochs must be above 0, not {passes}")
     # Every quarter of an epoch, but not so often that evaluation takes longer than training.
-    usual = max(5, order.steps_per_epoch // 4)
+    usual = defaults.evaluate_every or max(5, order.steps_per_epoch // 4)
     return Plan(
         batch=chosen,
         lr=lr if lr is not None else defaults.lr,
@@ -73,6 +73,8 @@ def make_plan(
         max_steps=max_steps if max_steps is not None else max(1, round(passes * order.steps_per_epoch)),
         target=goal,
         evaluate_every=evaluate_every if evaluate_every is not None else usual,
+        train_samples=defaults.evaluated or Plan.train_samples,
+        test_samples=defaults.evaluated,
         **further,
     )
 
@@ -206,7 +208,9 @@ class RunProgress:
 
     def _shown(self, run: int, before: str) -> str:
         value = self._value[run]
-        return "" if value is None else f"{before}{self._metric[:8]} {value:.3f}"
+        # The loss of the training batch stands before it.
+        name = "test" if self._metric == "loss" else self._metric[:8]
+        return "" if value is None else f"{before}{name} {value:.3f}"
 
     def line(self, run: int, now: float, *, ended: bool = False) -> str:
         """Return the progress of one run as a sentence; the estimate assumes that it runs to its last step."""

@@ -19,6 +19,7 @@ from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launc
 from thinwire.tools.race.served import ServedWork
 from thinwire.tools.race.train import MethodResult, ServedTraining, describe_run
 from thinwire.tools.race.training import Plan, Work
+from thinwire.tools.recipes.metric import metric_title, name_metric, reaches, show_metric
 from thinwire.tools.recipes.recipe import Recipe
 from thinwire.tools.report.markup import Row
 from thinwire.tools.report.page import megabytes
@@ -27,7 +28,6 @@ from thinwire.tools.report.summary import (
     bytes_per_host_step,
     last_value,
     settled,
-    show_metric,
     step_seconds,
     summarise,
 )
@@ -46,6 +46,7 @@ class Result:
     infinite_ms: float  # a step without communication
     methods: list[MethodResult]
     logs: list[RunLog]
+    higher_is_better: bool = True  # of the metric
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
@@ -62,31 +63,38 @@ class Result:
         arrived = [m for m in others if m.seconds_to_target is not None]
         if self.target is None or not (arrived or dense.seconds_to_target):
             return self._undecided(where, dense, min(others, key=lambda m: m.step_ms))
-        goal = show_metric(self.target, self.metric)
+        goal = name_metric(self.target, self.metric)
         if not arrived:
-            return f"Not worth it {where}: dense reaches {goal} {self.metric} and no compressed method does."
+            return f"Not worth it {where}: dense reaches {goal} and no compressed method does."
         best = min(arrived, key=lambda m: m.seconds_to_target or 0.0)
         if best.speedup is not None and best.speedup < WORTH:
-            gain = f"reaches {goal} {self.metric} {best.speedup:.2f}x as fast as dense"
+            gain = f"reaches {goal} {best.speedup:.2f}x as fast as dense"
             return f"Not worth it {where}: the best compressed method, {best.name}, {gain}; stay with dense."
         codec, _, exchange = best.name.partition("+")
         setting = f"{codec!r}, exchange={exchange!r}" if exchange else f"{codec!r}"
         sooner = f"{best.speedup:.1f}x sooner than dense" if best.speedup else "and dense does not"
-        said = f"Worth it {where}: {best.name} reaches {goal} {self.metric} {sooner}"
+        said = f"Worth it {where}: {best.name} reaches {goal} {sooner}"
         return f"{said}; use thinwire.attach(model, {setting})."
 
     def _undecided(self, where: str, dense: MethodResult, best: MethodResult) -> str:
         if self.target is None:
-            why = "no target was set, so the time to an accuracy was not measured"
+            why = f"no target was set, so the time to {_article(self.metric)} was not measured"
         else:
-            why = f"no method reached {show_metric(self.target, self.metric)} {self.metric}"
+            why = f"no method reached {name_metric(self.target, self.metric)}"
         took = f"A step with {best.name} takes {best.step_ms:,.0f} ms, with dense {dense.step_ms:,.0f} ms"
         said = f"Not decided {where}: {why}. {took}"
-        if best.test_accuracy is not None and dense.test_accuracy is not None:
-            ours, theirs = (show_metric(m.test_accuracy, self.metric) for m in (best, dense))
-            lower = "only " if best.test_accuracy < dense.test_accuracy else ""
-            said += f"; after the same number of steps {best.name} has {lower}{ours} {self.metric}, dense {theirs}"
+        ours, theirs = best.test_accuracy, dense.test_accuracy
+        if ours is not None and theirs is not None:
+            up = self.higher_is_better
+            worse = not reaches(ours, theirs, higher_is_better=up)
+            has = ("has only" if up else "still has") if worse else "has"
+            said += f"; after the same number of steps {best.name} {has} {name_metric(ours, self.metric)}, "
+            said += f"dense {show_metric(theirs, self.metric)}"
         return f"{said}. Give a --target that dense reaches."
+
+
+def _article(metric: str) -> str:
+    return f"an {metric}" if metric == "accuracy" else f"a {metric_title(metric)}"
 
 
 def _common(result: "Result | LossResult") -> dict[str, Any]:
@@ -94,6 +102,8 @@ def _common(result: "Result | LossResult") -> dict[str, Any]:
         "workers": result.place.workers,
         "rate": result.place.rate or "none",
         "recipe": result.recipe,
+        "metric": result.metric,
+        "higher_is_better": result.higher_is_better,
         "verdict": result.verdict(),
         "version": thinwire.__version__,
         "command": result.place.command,
@@ -134,7 +144,8 @@ def summed_up(recipe: Recipe, plan: Plan, place: ClusterSpec, logs: list[RunLog]
     assert infinite is not None, "every race measures steps without communication"
     raced = [log for log in logs if log.run.method != "infinite"]
     methods = [_method_result(summary, infinite) for summary in summarise(raced)]
-    return Result(place, recipe.name, recipe.metric, plan.target, infinite, methods, raced)
+    up = recipe.higher_is_better
+    return Result(place, recipe.name, recipe.metric, plan.target, infinite, methods, raced, up)
 
 
 def _method_result(summary: MethodSummary, infinite: float) -> MethodResult:
@@ -203,6 +214,7 @@ class LossResult:
     metric: str
     runs: list[TransportResult]
     logs: list[RunLog]
+    higher_is_better: bool = True  # of the metric
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
@@ -230,7 +242,7 @@ class LossResult:
                 "sent": megabytes(r.bytes_per_host_step),
                 "lost": f"{r.datagrams_lost / r.datagrams:.2%}" if r.datagrams else "-",
                 "restored": f"{r.restored:,.3g}" if r.datagrams else "-",
-                f"test {self.metric}": show_metric(r.test_accuracy, self.metric),
+                f"test {metric_title(self.metric)}": show_metric(r.test_accuracy, self.metric),
             }
             for r, log in zip(self.runs, self.logs, strict=True)
         ]
@@ -247,7 +259,7 @@ def race_transports(
         ServedTraining(recipe, replace(work, settings=settings), place, path, way.loss, f"{way.name} {way.loss}").run()
         found.append(read_log(path))
         runs.append(_transport_result(way, found[-1]))
-    return LossResult(place, recipe.name, recipe.metric, runs, found)
+    return LossResult(place, recipe.name, recipe.metric, runs, found, recipe.higher_is_better)
 
 
 def _transport_result(way: Way, log: RunLog) -> TransportResult:

@@ -108,6 +108,7 @@ class Serving:
         )
         self._order = DataOrder(len(self._splits.train), batch=plan.batch, workers=settings.workers, seed=settings.seed)
         self._seen = self.first_step = self.server.clock.step
+        recipe.set_rate(self.server.optimizer, self.first_step, plan.max_steps)
         self.first_wall: float = self.server.extra.get("wall", 0.0)  # seconds of training before a restart
         self._paused = -self.first_wall
         self.values: dict[str, float] = {}  # the last value of the metric on each split
@@ -126,13 +127,14 @@ class Serving:
     def _on_step(self, server: Server) -> None:
         step, plan = server.clock.step, self.settings.plan
         server.extra["wall"] = self.wall
+        self.recipe.set_rate(server.optimizer, step, plan.max_steps)
         before, self._seen = self._seen, step
         # When a worker leaves, several steps may become complete at once, so step may pass the multiple.
         if step // plan.evaluate_every > before // plan.evaluate_every or step >= plan.max_steps:
             began = time.monotonic()
             value = self._evaluate("test", plan.test_samples)
             self._paused += time.monotonic() - began
-            if plan.target is not None and value >= plan.target:
+            if plan.target is not None and self.recipe.reaches(value, plan.target):
                 server.stop("target")
 
     def _evaluate(self, split: str, samples: int | None) -> float:
@@ -168,7 +170,10 @@ def work(
     """Run a worker until the server ends the training; return the server's reason.
 
     profile: file for the times of each layer, which `thinwire simulate schedule` reads. on_step: called after a step.
+    A recipe that clips gradients has each worker clip its own, and then nothing is pushed during the backward pass.
     """
+    if recipe.clip is not None:
+        options["overlap"] = False  # the norm is known only after the backward pass
     splits, model = recipe.load(data), recipe.build(0)
     with Worker(connection, model, codec, recipe=recipe.name, **options) as worker:
         total = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -181,6 +186,7 @@ def work(
             torch.manual_seed((order.seed * 1_000_003 + clock) * 4099 + slot)
             loss: Tensor = recipe.loss(model, splits.train.batch(order.at(clock, slot)))
             loss.backward()
+            recipe.clip_gradients(model)
             worker.step()
             traffic, losses = worker.traffic(), worker.losses()
             lost = {name: losses[name] - ways[name] for name in losses}

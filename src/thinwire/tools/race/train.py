@@ -35,6 +35,7 @@ def describe_run(recipe: Recipe, plan: Plan, place: ClusterSpec, method: str, se
         seed=seed,
         rate=place.rate or "none",
         metric=recipe.metric,
+        higher_is_better=recipe.higher_is_better,
         target=plan.target if plan.target is not None else float("nan"),
         version=thinwire.__version__,
         machine=describe_machine(),

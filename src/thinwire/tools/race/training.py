@@ -91,9 +91,11 @@ class Checkpoint:
         """Raise CheckpointError if the saved optimizer has other rates, which would replace those asked for."""
         for now, before in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
             for name in ("lr", "momentum"):
-                if name in now and name in before and now[name] != before[name]:
+                # A schedule changes lr and keeps the rate that was asked for as initial_lr.
+                new, old = (group.get(f"initial_{name}", group.get(name)) for group in (now, before))
+                if new is not None and old is not None and new != old:
                     raise CheckpointError(
-                        f"the checkpoint in {self.folder} was trained with {name} {before[name]:g}, not {now[name]:g}: "
+                        f"the checkpoint in {self.folder} was trained with {name} {old:g}, not {new:g}: "
                         "continue with the same value, or start again in another folder"
                     )
 
@@ -202,7 +204,8 @@ class Trainer:
         ours = applies_momentum(method)
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
         self.last_bucket = 0.0  # the time at which a backward pass filled it; the rest of the pass waits
-        self.link = apply_method(self.model, method, on_last_bucket=self._on_last_bucket)
+        scheduled = self.optimizer if recipe.schedule is not None else None
+        self.link = apply_method(self.model, method, optimizer=scheduled, on_last_bucket=self._on_last_bucket)
         if self.link is not None and plan.diagnose:
             self.link.diagnose(every=plan.diagnose)
         self.order = DataOrder(len(splits.train), batch=plan.batch, workers=dist.get_world_size(), seed=seed)
@@ -238,7 +241,7 @@ class Trainer:
                 reached = self._evaluate(step, "test", self.plan.test_samples, emit)
                 evaluations += 1
                 if evaluations % 4 == 1:  # a few samples, for the curve of the training split
-                    self._evaluate(step, "train", 500, emit)
+                    self._evaluate(step, "train", min(500, self.plan.train_samples), emit)
                 if self.checkpoint is not None:
                     self.checkpoint.save(step, self.wall)
                 dist.barrier()
@@ -253,10 +256,12 @@ class Trainer:
         torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.rank)
         batch = self.splits.train.batch(self.order.at(step - 1, self.rank))
         began = time.perf_counter()
+        self.recipe.set_rate(self.optimizer, step - 1, self.plan.max_steps)
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.recipe.loss(self.model, batch)
         loss.backward()
         done = time.perf_counter()
+        self.recipe.clip_gradients(self.model)
         self.optimizer.step()
         ended = time.perf_counter()
         self.wall += ended - began
@@ -297,7 +302,7 @@ class Trainer:
             epoch, metric = self.order.epoch(step), self.recipe.metric
             emit(Eval(step=step, epoch=epoch, wall=self.wall, split=split, metric=metric, value=value))
             if self.plan.target is not None:
-                met[0] = float(value >= self.plan.target)
+                met[0] = float(self.recipe.reaches(value, self.plan.target))
         dist.broadcast(met, 0)
         return bool(met[0])
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "digits": ("digits", "mnist", "mnist-conv", "fashion-mnist", "fashion-mnist-conv"),
     "cifar10": ("cifar10",),
+    "gpt": ("gpt", "gpt-10m"),
     "translate": ("translate", "translate-layernorm", "translate-transformer"),
 }
 _BUILT_IN = {

@@ -1,8 +1,9 @@
 """A recipe: model, data, loss, metric and default settings of a training task, independent of the network.
 
-A training loop uses `build`, `load`, `loss`, `optimizer`, `evaluate` and a `DataOrder`.
+A training loop uses `build`, `load`, `loss`, `optimizer`, `set_rate`, `clip_gradients`, `evaluate` and a `DataOrder`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,6 +12,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from thinwire.tools.recipes.metric import reaches
 
 Batch = tuple[Tensor, ...]
 Optimizer = torch.optim.Optimizer
@@ -58,8 +61,10 @@ class Defaults:
     batch: int  # samples per worker and step
     lr: float
     momentum: float
-    epochs: int  # an upper bound: a run stops at the target if one is given
+    epochs: float  # an upper bound: a run stops at the target if one is given
     target: float  # the metric on the test split at which a race ends
+    evaluate_every: int | None = None  # steps; None: a quarter of an epoch
+    evaluated: int | None = None  # samples of a split in each evaluation; None: all of the test split
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,27 @@ def accuracy(model: nn.Module, split: Split, samples: int) -> float:
     return right / samples
 
 
+def mean_loss(model: nn.Module, split: Split, samples: int) -> float:
+    """Return the mean of `classify` over the first `samples` samples."""
+    device = next(model.parameters()).device
+    total = 0.0
+    for start in range(0, samples, 64):
+        inputs, labels = split.batch(range(start, min(start + 64, samples)))
+        total += len(inputs) * float(classify(model, (inputs.to(device), labels.to(device))))
+    return total / samples
+
+
+WARM_UP = 100  # steps
+
+
+def warm_up_then_cosine(step: int, steps: int) -> float:
+    """Return the factor on the learning rate: 100 steps of linear warm-up, then a cosine down to 10 %."""
+    if step < WARM_UP:
+        return (step + 1) / WARM_UP
+    done = (step - WARM_UP) / max(1, steps - WARM_UP)
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, done))
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A training task with a name; a user's own recipe is called `module:function` or `file.py:function`."""
@@ -143,7 +169,11 @@ class Recipe:
     loss: Callable[[nn.Module, Batch], Tensor] = field(kw_only=True, default=classify)
     score: Callable[[nn.Module, Split, int], float] = field(kw_only=True, default=accuracy)
     metric: str = field(kw_only=True, default="accuracy")
+    higher_is_better: bool = field(kw_only=True, default=True)  # of the metric; False for a loss
     make_optimizer: Callable[[Iterable[nn.Parameter], float, float], Optimizer] = field(kw_only=True, default=sgd)
+    clip: float | None = field(kw_only=True, default=None)  # the largest norm of all gradients together; None: no limit
+    # The factor on the learning rate, of the number of steps done and the number of all; None: a constant rate.
+    schedule: Callable[[int, int], float] | None = field(kw_only=True, default=None)
 
     def build(self, seed: int) -> nn.Module:
         """Return a new model whose weights depend only on the seed; the global random state does not change."""
@@ -164,6 +194,26 @@ class Recipe:
         """Return the recipe's optimizer, by default with the recipe's learning rate and momentum."""
         rate = self.defaults.lr if lr is None else lr
         return self.make_optimizer(model.parameters(), rate, self.defaults.momentum if momentum is None else momentum)
+
+    def set_rate(self, optimizer: Optimizer, step: int, steps: int) -> None:
+        """Set the learning rates of the next step, after `step` steps of `steps`, if the recipe has a schedule.
+
+        Call it before the backward pass, in which a link rescales its residual to the new rate.
+        """
+        if self.schedule is None:
+            return
+        factor = self.schedule(step, steps)
+        for group in optimizer.param_groups:  # torch's schedulers keep the rate without the factor under this name too
+            group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+
+    def clip_gradients(self, model: nn.Module) -> None:
+        """Scale the gradients down to the recipe's largest norm, if it has one."""
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Return whether a value of the metric is at the target or better."""
+        return reaches(value, target, higher_is_better=self.higher_is_better)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split, limit: int | None = None) -> float:

@@ -9,13 +9,19 @@ const methodDash = (method) => ["solid", "dash", "dot", "dashdot"][methodRound(m
 const splits = ["test", "train"].filter((split) => data.curves.some((curve) => curve.split === split));
 let split = splits[0];
 
+// Of a loss, which never comes near 0, an axis from 0 would show little.
+function valueRange() {
+  if (data.percent) return { rangemode: "tozero", range: [0, 108], tickvals: [0, 20, 40, 60, 80, 100] };
+  return data.higher_is_better ? { rangemode: "tozero" } : {};
+}
+
 function curves(id, key, title, unit) {
   const shown = data.curves.filter((curve) => curve.split === split);
   const runs = (method) => shown.filter((curve) => curve.method === method).length;
   const traces = shown.map((curve) => ({
     x: curve[key], y: curve.value, name: curve.method, type: "scatter", mode: curve.value.length > 1 ? "lines" : "markers",
     line: { color: methodColour(curve.method), dash: methodDash(curve.method), width: runs(curve.method) > 1 ? 1.2 : 2.2 },
-    hovertemplate: `${curve.method}, seed ${curve.seed}<br>%{x:.4g} ${unit}: %{y:.1f}<extra></extra>`,
+    hovertemplate: `${curve.method}, seed ${curve.seed}<br>%{x:.4g} ${unit}: %{y:.${data.decimals}f}<extra></extra>`,
   }));
   for (const curve of shown.filter((curve) => curve.met !== null)) {
     traces.push({
@@ -25,14 +31,14 @@ function curves(id, key, title, unit) {
   }
   const layout = {
     xaxis: axis(title, { rangemode: "tozero", showgrid: false }),
-    yaxis: axis(`${split} ${data.metric}`, data.percent ? { rangemode: "tozero", range: [0, 108], tickvals: [0, 20, 40, 60, 80, 100] } : { rangemode: "tozero" }),
+    yaxis: axis(`${split} ${data.metric}${data.higher_is_better ? "" : " (lower is better)"}`, valueRange()),
     shapes: [], annotations: [],
   };
   if (data.target !== null && split === "test") {
     layout.shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.target, y1: data.target, line: { color: colour("--quiet"), width: 1, dash: "dot" } });
     layout.annotations.push({
       xref: "paper", x: 0.01, y: data.target, xanchor: "left", yanchor: "bottom", showarrow: false, font: { size: 11, color: colour("--quiet") },
-      text: `target ${+data.target.toFixed(1)}${data.percent ? " %" : ""}`,
+      text: `target ${+data.target.toFixed(data.decimals)}${data.percent ? " %" : ""}`,
     });
   }
   draw(id, traces, layout);

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.events import PHASES, Histogram, Run, RunLog
+from thinwire.tools.recipes.metric import metric_title, show_metric
 from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.summary import (
     MethodSummary,
@@ -16,7 +17,6 @@ from thinwire.tools.report.summary import (
     prepare,
     reached,
     settled,
-    show_metric,
     summarise,
     target_of,
 )
@@ -28,12 +28,15 @@ DIAGNOSED = ("delta", "xi", "residual_ratio", "cosine", "age", "waited")
 def figures(logs: Sequence[RunLog]) -> dict[str, Any]:
     """Return the data that page.js draws."""
     run = logs[0].run
-    scale = 100.0 if run.metric == "accuracy" else 1.0
+    percent = run.metric == "accuracy"
+    scale = 100.0 if percent else 1.0
     goal, *others = dict.fromkeys(target_of(log.run) for log in logs)
     return {
         "methods": list(by_method(logs)),
-        "metric": "accuracy (%)" if run.metric == "accuracy" else run.metric.upper(),
-        "percent": run.metric == "accuracy",
+        "metric": "accuracy (%)" if percent else metric_title(run.metric),
+        "percent": percent,
+        "decimals": 1 if percent or run.metric == "bleu" else 3,
+        "higher_is_better": run.higher_is_better,
         "target": None if goal is None or others else goal * scale,
         "curves": [curve for log in logs for curve in _curves(log, scale)],
         "phases": _phases(logs),
@@ -197,8 +200,8 @@ def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row
             "Steps to target": number(s.steps_to_target, "{:,.0f}"),
             "Time to target": number(s.seconds_to_target, "{:,.1f} s"),
             "Speed-up": number(s.speedup, "{:.1f}×"),
-            f"Final train {metric}": show_metric(s.train, metric),
-            f"Final test {metric}": show_metric(s.test, metric),
+            f"Final train {metric_title(metric)}": show_metric(s.train, metric),
+            f"Final test {metric_title(metric)}": show_metric(s.test, metric),
         }
         for s in summaries
     ]

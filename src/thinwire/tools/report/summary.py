@@ -11,6 +11,7 @@ from statistics import mean, median
 
 from thinwire.errors import LogError
 from thinwire.tools.events import PHASES, Eval, Run, RunLog, Step
+from thinwire.tools.recipes.metric import name_metric, reaches, show_metric
 
 
 def prepare(logs: Sequence[RunLog], *, named: bool = False) -> list[RunLog]:
@@ -24,9 +25,10 @@ def prepare(logs: Sequence[RunLog], *, named: bool = False) -> list[RunLog]:
         if field := next(_not_finite(log), None):
             name = f"the log {log.path}" if log.path else f"the log of {log.run.method}, seed {log.run.seed}"
             raise LogError(f"{name}: {field} is no finite number: the log is damaged, leave it out.")
-    metrics = dict.fromkeys(log.run.metric for log in logs)
+    metrics = dict.fromkeys((log.run.metric, log.run.higher_is_better) for log in logs)
     if len(metrics) > 1:
-        raise LogError(f"the logs have different metrics ({', '.join(metrics)}): make a report of each.")
+        names = ", ".join(name for name, _ in metrics)
+        raise LogError(f"the logs have different metrics ({names}): make a report of each.")
     return list(logs) if named else told_apart(logs)
 
 
@@ -150,7 +152,8 @@ def bytes_per_host_step(log: RunLog) -> float | None:
 def reached(log: RunLog, target: float | None = None) -> Eval | None:
     """Return the first evaluation on the test split that reaches the target (by default the run's), or None."""
     goal = log.run.target if target is None else target
-    return next((e for e in log.evals if e.split == "test" and e.value >= goal), None)
+    up = log.run.higher_is_better
+    return next((e for e in log.evals if e.split == "test" and reaches(e.value, goal, higher_is_better=up)), None)
 
 
 def last_value(log: RunLog, split: str) -> float | None:
@@ -209,7 +212,7 @@ def headline(summaries: Sequence[MethodSummary], *, metric: str) -> str:
         fastest = min(summaries, key=lambda s: math.inf if s.step_ms is None else s.step_ms)
         took = "" if fastest.step_ms is None else f"; {fastest.method} had the fastest step ({fastest.step_ms:.3g} ms)"
         return f"The runs had no target to reach{took}."
-    goal = f"the target of {show_metric(target, metric)}"
+    goal = f"the target of {name_metric(target, metric)}"
     arrived = [s for s in summaries if s.seconds_to_target is not None]
     if not arrived:
         return f"None of the {len(summaries)} methods reached {goal}."
@@ -227,10 +230,3 @@ def _winner(arrived: Sequence[MethodSummary], summaries: Sequence[MethodSummary]
     if best.speedup is None:
         return f"{first}; {base.method} did not reach it."
     return f"{first}, {best.speedup:.1f} times sooner than {base.method} ({base.seconds_to_target:.3g} s)."
-
-
-def show_metric(value: float | None, metric: str) -> str:
-    """Format a metric: accuracy in per cent, others with one decimal."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{100 * value:.1f} %" if metric == "accuracy" else f"{value:.1f}"
