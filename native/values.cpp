@@ -42,7 +42,7 @@ struct FixedPoint {
     scale = std::ldexp(1.0f, 24 - exponent);
     unit = std::ldexp(1.0, exponent - 24);
   }
-  int64_t of(float x) const { return int64_t(magnitude(x) * scale); }
+  int32_t of(float x) const { return int32_t(magnitude(x) * scale); }  // below 2^24
   float mean(int64_t sum, int64_t count) const { return count ? float(double(sum) / double(count) * unit) : 0.0f; }
 };
 
@@ -64,24 +64,28 @@ Scales two_means(const float* v, size_t n, const FixedPoint& fixed, float& split
   int64_t sum = 0;
   for (size_t i = 0; i < n; ++i) sum += fixed.of(v[i]);
   split = fixed.mean(sum, int64_t(n));
-  int64_t low = 0, high = 0, above = 0;
+  const float limit = split;  // a copy, which no store can change: the loop has no branch and vectorises
+  int64_t high = 0;
+  int32_t above = 0;
   for (size_t i = 0; i < n; ++i) {
-    const bool up = magnitude(v[i]) > split;
-    (up ? high : low) += fixed.of(v[i]);
-    above += up;
+    const int32_t up = -int32_t(magnitude(v[i]) > limit);
+    high += fixed.of(v[i]) & up;
+    above -= up;
   }
-  const float base = fixed.mean(low, int64_t(n) - above);
+  const float base = fixed.mean(sum - high, int64_t(n) - above);
   return {base, above ? fixed.mean(high, above) - base : 0.0f};
 }
 
 Scales sign_means(const float* v, size_t n, const FixedPoint& fixed) {
-  int64_t up = 0, down = 0, negatives = 0;
+  int64_t all = 0, down = 0;
+  int32_t negatives = 0;
   for (size_t i = 0; i < n; ++i) {
-    const bool negative = std::signbit(v[i]);
-    (negative ? down : up) += fixed.of(v[i]);
-    negatives += negative;
+    const int32_t negative = std::bit_cast<int32_t>(v[i]) >> 31;  // all bits are set, or none
+    all += fixed.of(v[i]);
+    down += fixed.of(v[i]) & negative;
+    negatives -= negative;
   }
-  return {fixed.mean(up, int64_t(n) - negatives), fixed.mean(down, negatives)};
+  return {fixed.mean(all - down, int64_t(n) - negatives), fixed.mean(down, negatives)};
 }
 
 // Rounds to nearest, ties to even, for 0 <= x < 2^22: the addition leaves no bits for a fraction.
@@ -128,11 +132,16 @@ Scales choose_signs(const float* v, size_t n, float largest, uint8_t* codes) {
 template <unsigned Bits>
 void pack(const uint8_t* codes, size_t n, uint8_t* out) {
   constexpr size_t per = 8 / Bits;
-  for (size_t i = 0; i < n; i += per) {
+  size_t i = 0;
+  for (; i + per <= n; i += per) {
     unsigned packed = 0;
-    for (size_t j = 0; j < per && i + j < n; ++j) packed |= unsigned(codes[i + j]) << (j * Bits);
+    for (size_t j = 0; j < per; ++j) packed |= unsigned(codes[i + j]) << (j * Bits);
     *out++ = uint8_t(packed);
   }
+  if (i == n) return;
+  unsigned packed = 0;
+  for (size_t j = 0; i + j < n; ++j) packed |= unsigned(codes[i + j]) << (j * Bits);
+  *out = uint8_t(packed);
 }
 
 template <unsigned Bits>
