@@ -501,7 +501,7 @@ class Rotate(Selection):
             raise ValueError(f"a window has at least one entry, not {self.min_window}")
 
     def for_sums(self, factor: float) -> Selection:
-        return Threshold(0.0)  # all ranks send the same positions, so the sums have no more entries than one rank sends
+        return self  # all ranks send the same windows, and their sums are sent whole
 
     def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Window:
         return self.window(group.n, step, key)

@@ -88,7 +88,7 @@ class ScatterReduce(Exchange):
         # total to twice the entries of a rank, so that the traffic is the same for any number of ranks.
         world = channel.world
         selection = codec.selection.for_sums(2.0 * world / (world - 1) - 1.0 if world > 1 else 1.0)
-        self._second = codec.copy(selection=selection, feedback=NoFeedback(), min_numel=codec.min_numel)
+        self._second = codec.copy(selection=selection, feedback=NoFeedback())
 
     def channels(self) -> list[Channel]:
         return [self._channel]
