@@ -27,7 +27,6 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection
 from thinwire.codec.frame import Frame, read_frames
 from thinwire.errors import ThinwireError
-from thinwire.link.rescale import ResidualUnits
 from thinwire.tools.recipes.metric import reaches
 from thinwire.tools.recipes.recipe import DataOrder, Recipe, Split, Splits, classify
 
@@ -134,7 +133,6 @@ class Cluster:
         self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.numels = [p.numel() for p in self.parameters]
-        self._units = ResidualUnits(dict(zip(self.names, self.parameters, strict=True)), self.optimizer)
         self.done = 0  # steps
         self.frames: list[Frame] = []  # of the last step, by worker
         self._dropout = seed_dropout(self.model)
@@ -148,7 +146,7 @@ class Cluster:
 
     def step(self, probe: Probe | None = None) -> StepResult:
         """Train one step of all workers."""
-        self._set_rate()
+        self.recipe.set_rate(self.optimizer, self.done, self._steps)
         dense = not self.codecs or (self.done < self.setting.dense_steps and probe is None)
         result = self._dense_step() if dense else self._encoded_step(probe)
         if not math.isfinite(result.loss):
@@ -157,13 +155,6 @@ class Cluster:
         self.optimizer.step()
         self.done += 1
         return result
-
-    def _set_rate(self) -> None:
-        """Set the learning rate of this step, and rescale the residuals to it as a link does."""
-        self.recipe.set_rate(self.optimizer, self.done, self._steps)
-        for name, factor in self._units.changes().items():
-            for codec in self.codecs:
-                codec.rescale(factor, [name])
 
     def gradients(self, workers: Sequence[int]) -> tuple[float, Gradients]:
         """Return the mean loss and the mean gradient of some workers' batches, computed as one batch."""
@@ -220,7 +211,6 @@ class Cluster:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "codecs": [codec.state_dict() for codec in self.codecs],
-            "units": self._units.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,7 +221,6 @@ class Cluster:
         self.optimizer.load_state_dict(state["optimizer"])
         for codec, codec_state in zip(self.codecs, state["codecs"], strict=True):
             codec.load_state_dict(codec_state)
-        self._units.load_state_dict(state.get("units", {}))
         self.done = int(state["step"])
 
 

@@ -58,16 +58,11 @@ def _timed(hook: Callable[..., Any], state: Any, on_last_bucket: Callable[[], No
 
 
 def apply_method(
-    model: DistributedDataParallel,
-    name: str,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    on_last_bucket: Callable[[], None] | None = None,
+    model: DistributedDataParallel, name: str, *, on_last_bucket: Callable[[], None] | None = None
 ) -> Link | None:
     """Install a method on a model and return its link, if it is one of thinwire's; `name+exchange` sets the exchange.
 
-    The residual follows the learning rates of `optimizer`, if one is given. `on_last_bucket` is called when a backward
-    pass has filled its last bucket.
+    `on_last_bucket` is called when a backward pass has filled its last bucket.
     """
     if name in BASELINES:
         hook, state = _baseline(model, name)
@@ -77,7 +72,7 @@ def apply_method(
             model.register_comm_hook(state, hook)
         return None
     codec, _, exchange = name.partition("+")
-    return attach(model, codec, exchange=exchange or None, optimizer=optimizer, on_last_bucket=on_last_bucket)
+    return attach(model, codec, exchange=exchange or None, on_last_bucket=on_last_bucket)
 
 
 def _baseline(model: DistributedDataParallel, name: str) -> tuple[Callable[..., Any], Any]:

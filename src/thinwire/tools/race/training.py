@@ -204,8 +204,7 @@ class Trainer:
         ours = applies_momentum(method)
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
         self.last_bucket = 0.0  # the time at which a backward pass filled it; the rest of the pass waits
-        scheduled = self.optimizer if recipe.schedule is not None else None
-        self.link = apply_method(self.model, method, optimizer=scheduled, on_last_bucket=self._on_last_bucket)
+        self.link = apply_method(self.model, method, on_last_bucket=self._on_last_bucket)
         if self.link is not None and plan.diagnose:
             self.link.diagnose(every=plan.diagnose)
         self.order = DataOrder(len(splits.train), batch=plan.batch, workers=dist.get_world_size(), seed=seed)

@@ -198,7 +198,7 @@ class Recipe:
     def set_rate(self, optimizer: Optimizer, step: int, steps: int) -> None:
         """Set the learning rates of the next step, after `step` steps of `steps`, if the recipe has a schedule.
 
-        Call it before the backward pass, in which a link rescales its residual to the new rate.
+        Call it before the backward pass, so that a link that watches the rates rescales its residual in time.
         """
         if self.schedule is None:
             return
