@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
 from thinwire.tools.recipes import get_recipe
+from thinwire.tools.recipes.translate import BEGIN, END, SentencePairs, TransformerTranslator
 from thinwire.tune.presets import resolve_codec
 
 WORKERS, BATCH, LR = 3, 8, 0.05
@@ -188,6 +189,27 @@ def test_dropout_is_the_same_with_any_number_of_threads(model: Callable[[int], n
         runs.append((losses, parameters(run)))
     for losses, found in runs[1:]:
         assert runs[0][0] == losses and torch.equal(runs[0][1], found)
+
+
+def _pairs(count: int) -> SentencePairs:
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(4, 40, (3 + i % 4,), generator=draw) for i in range(count)]
+    targets = [torch.cat([torch.tensor([BEGIN]), text.flip(0), torch.tensor([END])]) for text in texts]
+    return SentencePairs(texts, targets, [""] * count, None)
+
+
+def test_a_transformer_uses_all_threads_with_the_same_numbers() -> None:
+    recipe = get_recipe("translate-transformer")
+    recipe = replace(recipe, model=lambda: TransformerTranslator(40, units=16, layers=2, heads=2))
+    runs = []
+    for threads in (1, 2):
+        setting = TrainingSetting(WORKERS, 4, 1e-2, 0.9, resolve_codec("topk1"))
+        run = Cluster(recipe, _pairs(48), setting, threads=threads)
+        assert run._pool._max_workers == threads
+        losses = [run.step().loss for _ in range(4)]
+        run.close()
+        runs.append((losses, parameters(run)))
+    assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
 
 
 def test_dropout_draws_what_torch_draws() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from thinwire.errors import RecipeError
 from thinwire.tools.recipes import get_recipe
@@ -101,3 +102,40 @@ def test_a_file_that_is_not_utf8_is_refused(folder: Path) -> None:
     load.cache_clear()
     with pytest.raises(RecipeError, match=r"train.de.gz is not UTF-8 text"):
         load(folder)
+
+
+def test_decoding_with_a_cache_gives_the_same_translations(folder: Path) -> None:
+    """Greedy decoding computes one position at a time; the whole target at once gives the same choices."""
+    recipe = get_recipe("translate-transformer")
+    splits, model = recipe.load(folder), recipe.build(0).eval()
+    assert isinstance(model, TransformerTranslator)
+    with torch.no_grad():  # scores that depend on the text more than those of a new model
+        for weights in model.decoder.parameters():
+            weights.mul_(3.0)
+        source, _ = splits.test.batch(range(6))
+        written = model.greedy(source, 12)
+        target = torch.cat([torch.full_like(source[:, :1], BEGIN), written], dim=1)
+        states, _ = model._decode(target[:, :-1], model._begin(source))
+        chosen = model._score(states).argmax(2)
+    assert len(set(written.flatten().tolist())) > 6
+    unended = (written == END).cumsum(1) - (written == END).long() == 0
+    assert torch.equal(chosen[unended], written[unended])
+
+
+def test_the_transformer_equals_torchs_layers() -> None:
+    torch.manual_seed(0)
+    model = TransformerTranslator(50, units=16, layers=2, heads=2).eval()
+    options = {"batch_first": True, "norm_first": True}
+    encoder_layer = nn.TransformerEncoderLayer(16, 2, 32, **options)
+    encoder = nn.TransformerEncoder(encoder_layer, 2, nn.LayerNorm(16), enable_nested_tensor=False)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32, **options), 2, nn.LayerNorm(16))
+    for ours, theirs in ((model.encoder, encoder), (model.decoder, decoder)):
+        theirs.load_state_dict({name.replace("in_proj.", "in_proj_"): w for name, w in ours.state_dict().items()})
+        theirs.eval()
+    source, target = torch.tensor([[5, 6, 7, END], [8, END, PAD, PAD]]), torch.tensor([[BEGIN, 8, 9], [BEGIN, 9, PAD]])
+    memory = encoder(model._embed(source), src_key_padding_mask=source == PAD)
+    later = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    masks = {"tgt_mask": later, "tgt_key_padding_mask": target == PAD, "memory_key_padding_mask": source == PAD}
+    expected = decoder(model._embed(target), memory, **masks)
+    states, _ = model._decode(target, model._begin(source))
+    torch.testing.assert_close(states[target != PAD], expected[target != PAD], rtol=1e-4, atol=1e-5)

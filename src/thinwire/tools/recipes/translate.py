@@ -5,7 +5,7 @@ which is learned from the training files.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -22,6 +22,7 @@ from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Split, Splits
 
 PAD, UNKNOWN, BEGIN, END = range(4)
 LONGEST = 256  # pieces of a sentence
+Cache = tuple[Tensor, Tensor]  # keys and values of an attention
 
 
 def continued(target: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class _Translator(nn.Module):
     """An embedding of word pieces that also scores the next piece; a subclass encodes and decodes."""
 
     bias: nn.Parameter
-    _encode: Callable[[Tensor], tuple[Tensor, ...]]  # of sources: what `_next` needs
+    _begin: Callable[[Tensor], tuple[Tensor, ...]]  # of sources: what `_next` needs for the first piece
     _next: Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]  # the last position's states
 
     def __init__(self, vocabulary: int, units: int, dropout: float) -> None:
@@ -103,10 +104,10 @@ class _Translator(nn.Module):
 
     def greedy(self, source: Tensor, limit: int) -> Tensor:
         """Return greedy translations: the best piece at every position until all sentences have ended."""
-        encoded, written = self._encode(source), torch.full_like(source[:, :1], BEGIN)
+        state, written = self._begin(source), torch.full_like(source[:, :1], BEGIN)
         ended = torch.zeros_like(written, dtype=torch.bool)
         for _ in range(min(limit, LONGEST - 1)):
-            states, encoded = self._next(written, encoded)
+            states, state = self._next(written, state)
             piece = self._score(states).argmax(2).masked_fill(ended, END)
             written = torch.cat([written, piece], dim=1)
             ended = ended | (piece == END)
@@ -131,6 +132,9 @@ class RecurrentTranslator(_Translator):
         joined, _ = self._decode(target, *self._encode(source))
         return self._score(joined[continued(target)])
 
+    def _begin(self, source: Tensor) -> tuple[Tensor, ...]:
+        return self._encode(source)
+
     def _encode(self, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the encoder's outputs, the mask without padding, and the first state of the decoder."""
         mask = source != PAD
@@ -150,6 +154,88 @@ class RecurrentTranslator(_Translator):
         return joined, (memory, mask, state)
 
 
+class Attention(nn.Module):
+    """Multi-head attention whose dropout is a layer of its own, so that simulated workers can seed its masks."""
+
+    def __init__(self, units: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.units = heads, units
+        self.in_proj = nn.Linear(units, 3 * units)  # queries, keys, values
+        self.out_proj = nn.Linear(units, units)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.zeros_(self.in_proj.bias)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def _project(self, x: Tensor, rows: slice) -> Tensor:
+        """Return these rows of the input projection as (samples, heads, positions, units of a head)."""
+        projected = nn.functional.linear(x, self.in_proj.weight[rows], self.in_proj.bias[rows])
+        heads: Tensor = projected.unflatten(2, (-1, self.units // self.heads))
+        return heads.transpose(1, 2)
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the positions that are attended to."""
+        keys, values = self._project(x, slice(self.units, None)).chunk(2, dim=1)
+        return keys, values
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+        """Attend from x to the keys; `hidden` marks the keys that a position must not see."""
+        queries = self._project(x, slice(self.units))
+        fit = queries @ keys.transpose(2, 3) * queries.shape[3] ** -0.5
+        weights = self.dropout(fit.masked_fill(hidden, -torch.inf).softmax(dim=3))
+        attended: Tensor = self.out_proj((weights @ values).transpose(1, 2).flatten(2))
+        return attended
+
+
+class EncoderLayer(nn.Module):
+    """A layer of the Transformer's encoder: attention, then an MLP, each normalised before and with a residual."""
+
+    def __init__(self, units: int, heads: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.self_attn = Attention(units, heads, dropout)
+        self.linear1, self.linear2 = nn.Linear(units, 2 * units), nn.Linear(2 * units, units)
+        self.norm1, self.norm2 = nn.LayerNorm(units), nn.LayerNorm(units)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Return the states after this layer; `hidden` marks the padding."""
+        normal = self.norm1(x)
+        x = x + self.dropout(self.self_attn(normal, *self.self_attn.keys_values(normal), hidden))
+        return x + self._mlp(self.norm2(x))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        result: Tensor = self.dropout(self.linear2(self.dropout(torch.relu(self.linear1(x)))))
+        return result
+
+
+class DecoderLayer(EncoderLayer):
+    """A layer of the Transformer's decoder, which also attends to the source between the two."""
+
+    def __init__(self, units: int, heads: int, dropout: float = 0.1) -> None:
+        super().__init__(units, heads, dropout)
+        self.multihead_attn = Attention(units, heads, dropout)
+        self.norm3 = nn.LayerNorm(units)
+
+    def attend(self, x: Tensor, own: Cache, hidden: Tensor, source: Cache, padding: Tensor) -> tuple[Tensor, Cache]:
+        """Return the states after this layer, and the keys and values of all positions so far.
+
+        own: keys and values of the positions before x. source: those of the source, whose padding is `padding`.
+        """
+        normal = self.norm1(x)
+        new = self.self_attn.keys_values(normal)
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(own, new, strict=True))
+        x = x + self.dropout(self.self_attn(normal, keys, values, hidden))
+        x = x + self.dropout(self.multihead_attn(self.norm2(x), *source, padding))
+        return x + self._mlp(self.norm3(x)), (keys, values)
+
+
+class LayerStack(nn.Module):
+    """Layers and the normalisation after the last."""
+
+    def __init__(self, layers: Iterable[nn.Module], units: int) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), nn.LayerNorm(units)
+
+
 class TransformerTranslator(_Translator):
     """A Transformer encoder and decoder of a few layers with sinusoidal positions."""
 
@@ -158,36 +244,59 @@ class TransformerTranslator(_Translator):
     def __init__(self, vocabulary: int, *, units: int = 256, layers: int = 3, heads: int = 4) -> None:
         super().__init__(vocabulary, units, dropout=0.1)
         self.register_buffer("places", _sinusoids(LONGEST, units), persistent=False)
-        encoder = nn.TransformerEncoderLayer(units, heads, 2 * units, batch_first=True, norm_first=True)
-        decoder = nn.TransformerDecoderLayer(units, heads, 2 * units, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(encoder, layers, nn.LayerNorm(units), enable_nested_tensor=False)
-        self.decoder = nn.TransformerDecoder(decoder, layers, nn.LayerNorm(units))
+        self.encoder = LayerStack((EncoderLayer(units, heads) for _ in range(layers)), units)
+        self.decoder = LayerStack((DecoderLayer(units, heads) for _ in range(layers)), units)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
         for weights in (*self.encoder.parameters(), *self.decoder.parameters()):
-            if weights.dim() > 1:  # torch makes the layers of a stack as copies of one layer
+            if weights.dim() > 1:
                 nn.init.xavier_uniform_(weights)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return the scores of the next piece at the positions of the target that `continued` returns."""
-        return self._score(self._decode(target, *self._encode(source))[continued(target)])
+        states, _ = self._decode(target, self._begin(source))
+        return self._score(states[continued(target)])
 
-    def _embed(self, pieces: Tensor) -> Tensor:
-        placed: Tensor = self.dropout(super()._embed(pieces) + self.places[: pieces.shape[1]])
+    def _begin(self, source: Tensor) -> tuple[Tensor, ...]:
+        """Return the mask of the source's padding, and for each layer the keys and values of the source and the target.
+
+        The target has no positions yet.
+        """
+        padding = (source == PAD)[:, None, None, :]
+        memory = self._embed(source)
+        for layer in self.encoder.layers:
+            memory = layer(memory, padding)
+        memory = self.encoder.norm(memory)
+        caches = []
+        for layer in self._decoder_layers():
+            keys, values = layer.multihead_attn.keys_values(memory)
+            caches += [keys, values, keys[:, :, :0], values[:, :, :0]]
+        return padding, *caches
+
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.decoder.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
+
+    def _embed(self, pieces: Tensor, first: int = 0) -> Tensor:
+        """Return the vectors of pieces with those of their places, which count from `first`."""
+        placed: Tensor = self.dropout(super()._embed(pieces) + self.places[first : first + pieces.shape[1]])
         return placed
 
-    def _encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        padding = source == PAD
-        return self.encoder(self._embed(source), src_key_padding_mask=padding), padding
+    def _decode(self, target: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the states of the target's positions that are not in the cache, and the state with them."""
+        padding, *caches = state
+        total, known = target.shape[1], caches[2].shape[2]
+        later = torch.ones(total, total, dtype=torch.bool, device=target.device).triu(1)[known:]
+        hidden = later | (target == PAD)[:, None, None, :]
+        x, updated = self._embed(target[:, known:], known), [padding]
+        for number, layer in enumerate(self._decoder_layers()):
+            source_keys, source_values, keys, values = caches[4 * number : 4 * number + 4]
+            x, own = layer.attend(x, (keys, values), hidden, (source_keys, source_values), padding)
+            updated += [source_keys, source_values, *own]
+        return self.decoder.norm(x), tuple(updated)
 
-    def _decode(self, target: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
-        length = target.shape[1]
-        later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
-        masks = {"tgt_mask": later, "tgt_key_padding_mask": target == PAD, "memory_key_padding_mask": padding}
-        states: Tensor = self.decoder(self._embed(target), memory, **masks)
-        return states
-
-    def _next(self, written: Tensor, encoded: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return self._decode(written, *encoded)[:, -1:], encoded
+    def _next(self, written: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return self._decode(written, state)
 
 
 def _sinusoids(length: int, units: int) -> Tensor:
