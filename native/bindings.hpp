@@ -58,3 +58,4 @@ inline std::tuple<uint64_t, uint64_t, uint64_t, double> as_tuple(const Written& 
 void bind_datagrams(nb::module_& m);
 void bind_pieces(nb::module_& m);
 void bind_reading(nb::module_& m);
+void bind_update(nb::module_& m);

@@ -201,6 +201,7 @@ NB_MODULE(_native, m) {
   bind_datagrams(m);
   bind_pieces(m);
   bind_reading(m);
+  bind_update(m);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);

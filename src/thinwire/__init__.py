@@ -11,6 +11,7 @@ from thinwire._lazy import lazy_names
 if TYPE_CHECKING:  # what type checkers and editors see of the names that load on first use
     from thinwire.codec.codec import Codec
     from thinwire.codec.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
+    from thinwire.codec.low_rank import LowRank
     from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, StdDev, Threshold, TopK, Warmup
     from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign
     from thinwire.errors import FrameError, LinkError, ThinwireError
@@ -22,7 +23,17 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.tune.adaptive import Adaptive
 
 __all__ = ["Adaptive", "BFloat16", "Bits", "Codec", "Dynamic", "ErrorFeedback", "Float16", "Float32", "FrameError"]
-__all__ += ["Link", "LinkError", "MomentumCorrection", "NoFeedback", "Percentile", "RandomK", "Rotate", "Server"]
+__all__ += [
+    "Link",
+    "LinkError",
+    "LowRank",
+    "MomentumCorrection",
+    "NoFeedback",
+    "Percentile",
+    "RandomK",
+    "Rotate",
+    "Server",
+]
 __all__ += ["Sign", "StdDev", "ThinwireError", "Threshold", "TopK", "Warmup", "Worker", "attach", "merge_states"]
 
 try:
@@ -56,6 +67,7 @@ _MODULES = {
     "thinwire.link.state": ("merge_states",),
     "thinwire.codec.codec": ("Codec",),
     "thinwire.codec.selection": ("TopK", "Percentile", "Threshold", "StdDev", "Dynamic", "RandomK", "Rotate", "Warmup"),
+    "thinwire.codec.low_rank": ("LowRank",),
     "thinwire.tune.adaptive": ("Adaptive",),
     "thinwire.codec.values": ("Float32", "Float16", "BFloat16", "Bits", "Sign"),
     "thinwire.codec.feedback": ("NoFeedback", "ErrorFeedback", "MomentumCorrection"),

@@ -152,3 +152,20 @@ def read_data(plains: list[bytes], stamps: Sequence[float], span: float) -> tupl
 def label_datagrams(
     plains: list[bytes], prefix: bytes, session: int, counter: int
 ) -> list[tuple[bytes, bytes, bytes]]: ...
+
+# The update domain
+
+def accumulate_update(shared: int, residual: int, local: int, dtype: int, decay: float, n: int) -> bool: ...
+def set_low_rank(out: int, rows: int, columns: int, rank: int, left: int, right: int) -> None: ...
+def orthonormalise(vectors: int, rank: int, length: int, seed: int) -> None: ...
+def correct_adam(
+    parameters: int,
+    mean: int,
+    square: int,
+    n: int,
+    lr: float,
+    mean_correction: float,
+    square_correction: float,
+    epsilon: float,
+    workers: float,
+) -> None: ...

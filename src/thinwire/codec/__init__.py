@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.codec.codec import Codec
     from thinwire.codec.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
     from thinwire.codec.frame import Frame, FrameReader
+    from thinwire.codec.low_rank import LowRank
     from thinwire.codec.selection import (
         AccuracyCutoff,
         Dynamic,
@@ -22,7 +23,17 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign
 
 __all__ = ["AccuracyCutoff", "BFloat16", "Bits", "Codec", "Dynamic", "ErrorFeedback", "Float16", "Float32", "Frame"]
-__all__ += ["FrameReader", "MomentumCorrection", "NoFeedback", "Percentile", "RandomK", "Rotate", "Sign", "StdDev"]
+__all__ += [
+    "FrameReader",
+    "LowRank",
+    "MomentumCorrection",
+    "NoFeedback",
+    "Percentile",
+    "RandomK",
+    "Rotate",
+    "Sign",
+    "StdDev",
+]
 __all__ += ["Threshold", "TopK", "Warmup"]
 
 _MODULES = {
@@ -39,6 +50,7 @@ _MODULES = {
         "Warmup",
         "AccuracyCutoff",
     ),
+    "thinwire.codec.low_rank": ("LowRank",),
     "thinwire.codec.values": ("Float32", "Float16", "BFloat16", "Bits", "Sign"),
     "thinwire.codec.feedback": ("NoFeedback", "ErrorFeedback", "MomentumCorrection"),
 }

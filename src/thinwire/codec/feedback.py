@@ -105,6 +105,16 @@ class ErrorFeedback(Feedback):
 
 
 @dataclass(frozen=True)
+class Accumulated(Feedback):
+    """Error feedback for changes that are in the residual already: the tensors given to the codec are not added."""
+
+    slots: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def prepare(self, gradient: Tensor, slots: dict[str, Tensor]) -> Vector:
+        return Vector(slots["residual"], None, 1.0, slots["residual"], None)
+
+
+@dataclass(frozen=True)
 class MomentumCorrection(Feedback):
     """DGC's momentum correction: momentum is applied before the selection, and the residual accumulates velocities.
 

@@ -1,10 +1,10 @@
-"""attach(): one line that compresses the gradients of a DistributedDataParallel model."""
+"""attach(): one line that compresses what the ranks of a model exchange."""
 
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection
 from thinwire.codec.selection import Selection
 from thinwire.exchange.base import Dense, Exchange
+from thinwire.hooks import adam
 from thinwire.hooks.ddp import attach_ddp
+from thinwire.hooks.optimizer import attach_optimizer
 from thinwire.link.assembly import LinkOptions, open_local_link
 from thinwire.link.link import Link
 
@@ -25,27 +27,34 @@ _log = logging.getLogger("thinwire")
 
 def attach(
     model: nn.Module,
-    codec: Codec | Selection | float | str = 0.01,
+    codec: Codec | Selection | float | str | None = None,
     *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    domain: Literal["gradient", "update"] | None = None,
     exchange: Exchange | str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
     check_every: int = 0,
     timeout: float | None = None,
     on_last_bucket: Callable[[], None] | None = None,
 ) -> Link:
-    """Compress a model's gradients from the next backward pass on. Call it on all ranks.
+    """Compress what a model's ranks exchange, from the next step on. Call it on all ranks.
 
-    In a single process there is nothing to exchange: the link then leaves the gradients alone, and says so in the log.
+    With SGD, or without `optimizer`, gradients are compressed. With every other optimizer the changes that it makes to
+    the parameters are compressed instead: each rank's optimizer steps on its own gradient, and the mean of all ranks'
+    changes is applied. Adam would normalise away gradient entries that arrive late. In a single process there is
+    nothing to exchange: the link then changes nothing, and says so in the log.
 
     Args:
-        model: a DistributedDataParallel model; wrappers of torch.compile and Fabric are looked through.
-        codec: a density (0.01 sends the largest 1 % of gradient + residual in 8 bits), a selection, a `Codec`, the
-            name of a preset ("percentile90", "dgc", "adaptive", ...), or "auto", which measures model and network in
-            the first steps, uses the fastest setting, and changes it when the network changes.
+        model: a DistributedDataParallel model, or for updates any module; wrappers of torch.compile and Fabric are
+            looked through. A plain module gets rank 0's parameters and buffers.
+        codec: a density (0.01 sends the largest 1 % in 8 bits), a selection, a `Codec`, the name of a preset
+            ("percentile90", "dgc", "adaptive", ...), or "auto", which measures model and network in the first steps,
+            uses the fastest setting, and changes it when the network changes. By default "topk1" for gradients and
+            "update" for updates.
+        optimizer: the optimizer that trains the model, or several of them.
+        domain: "gradient" or "update", if it is not to follow from the optimizer.
         exchange: an `Exchange`, "dense", "gather" or "scatter-reduce"; by default chosen from sizes and ranks.
-        optimizer: rescales the residual when its learning rates change, so that lr x residual stays constant.
-        scaler: a GradScaler; rescales the residual when the loss scale changes.
+        scaler: a GradScaler; rescales a gradient's residual when the loss scale changes.
         check_every: compare the parameters of all ranks every so many steps; 0 never does.
         timeout: seconds after which a rank that does not answer is an error; default is the process group's.
         on_last_bucket: called when a backward pass has filled its last bucket, to tell computing from waiting.
@@ -57,19 +66,74 @@ def attach(
         TypeError, ValueError: the model or an option cannot be used.
         LinkError: the ranks differ in version, codec, exchange or parameters, or the model is attached already.
     """
-    options = LinkOptions(codec, exchange, optimizer, scaler, check_every, timeout)
+    optimizers = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    kind, reason = _domain(domain, optimizers)
+    chosen, note = _codec(codec, kind)
+    options = LinkOptions(chosen, exchange, optimizers, scaler, check_every, timeout)
     inner = _unwrapped(model)
-    if isinstance(inner, DistributedDataParallel):
-        link = attach_ddp(inner, options, on_last_bucket)
-    elif not dist.is_initialized() or dist.get_world_size() == 1:
+    ranks = _ranks(inner)
+    if ranks == 1:
         link = open_local_link({name: p for name, p in inner.named_parameters() if p.requires_grad}, options)
-    else:
+    elif _is_sharded(inner) or (kind == "gradient" and not isinstance(inner, DistributedDataParallel)):
         raise TypeError(_refusal(inner))
+    elif kind == "update":
+        link = attach_optimizer(model, inner, options)
+    else:
+        assert isinstance(inner, DistributedDataParallel)
+        link = attach_ddp(inner, options, on_last_bucket)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.info("%r attached; %s", link, link.why)
-        _warn_of_momentum(link, optimizer)
-        _warn_of_second_moments(link, inner, optimizer)
+        _report(link, inner, optimizers, f"{reason}{note}" if ranks > 1 else "")
     return link
+
+
+def _domain(wanted: str | None, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, str]:
+    """What is exchanged, and why."""
+    if wanted not in (None, "gradient", "update"):
+        raise ValueError(f'domain is "gradient" or "update", not {wanted!r}')
+    if wanted == "update" and not optimizers:
+        raise ValueError('domain="update" exchanges what an optimizer changes: give it as optimizer=')
+    if wanted is not None:
+        return wanted, f"{wanted}s are exchanged, as asked"
+    if all(isinstance(o, torch.optim.SGD) for o in optimizers):
+        return "gradient", "gradients are exchanged"
+    kind = next(type(o).__name__ for o in optimizers if not isinstance(o, torch.optim.SGD))
+    return "update", f"updates are exchanged, because {kind} would normalise away gradients that arrive late"
+
+
+def _codec(given: Codec | Selection | float | str | None, domain: str) -> tuple[Codec | Selection | float | str, str]:
+    """The codec to use, and what the log says about it."""
+    if given is None:
+        return ("topk1", "") if domain == "gradient" else ("update", "")
+    if domain == "update" and given == "auto":
+        return "update", '; "auto" does not tune updates yet and uses the preset "update"'
+    return given, ""
+
+
+def _ranks(model: nn.Module) -> int:
+    if isinstance(model, DistributedDataParallel):
+        return dist.get_world_size(model.process_group)
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any("FSDP" in kind.__name__ or "FullyShardedDataParallel" in kind.__name__ for kind in type(model).__mro__)
+
+
+def _report(link: Link, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], reason: str) -> None:
+    """Log what was attached, and warn of what would train worse."""
+    _log.info("%r attached; %s", link, "; ".join(part for part in (reason, link.why) if part))
+    if link.domain == "update":
+        elements = sum(p.numel() for p in model.parameters())
+        corrected = all(adam.corrects(o) for o in optimizers)
+        noise = (
+            "Adam's second moments are corrected for the number of ranks"
+            if corrected
+            else ("the learning rate may have to be up to sqrt(ranks) times higher")
+        )
+        _log.info("updates take %.0f MB more memory (shared parameters, residuals); %s", 8e-6 * elements, noise)
+        return
+    _warn_of_momentum(link, optimizers)
+    _warn_of_second_moments(link, model, optimizers)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -83,20 +147,23 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _refusal(model: nn.Module) -> str:
     kind = type(model).__name__
-    if "FSDP" in kind or "FullyShardedDataParallel" in kind:
+    if _is_sharded(model):
         return f"{kind} shards parameters and gradients, so that no rank has all of them: thinwire takes DDP models"
-    return f"attach takes a DistributedDataParallel model, not {kind}: wrap it as DDP(model) first"
+    return (
+        f"to compress gradients attach takes a DistributedDataParallel model, not {kind}: wrap it as DDP(model) first, "
+        'or exchange updates with optimizer=... and domain="update"'
+    )
 
 
-def _warn_of_momentum(link: Link, optimizer: torch.optim.Optimizer | None) -> None:
+def _warn_of_momentum(link: Link, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn if momentum would be applied twice."""
-    if optimizer is None or not isinstance(link.codec.feedback, MomentumCorrection):
+    if not isinstance(link.codec.feedback, MomentumCorrection):
         return
-    if any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
+    if any(group.get("momentum") or "betas" in group for o in optimizers for group in o.param_groups):
         warnings.warn(
             "MomentumCorrection applies momentum before sending and the optimizer applies it again: "
             "use SGD with momentum=0, or ErrorFeedback()",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -107,13 +174,13 @@ def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
     return any("betas" in group for group in optimizer.param_groups) or not names.isdisjoint(kin)
 
 
-def _warn_of_second_moments(link: Link, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _warn_of_second_moments(link: Link, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn once if an optimizer of Adam's kind owns the model's parameters: at once, or at its first step."""
     if isinstance(link.exchange, Dense):
         return
-    if optimizer is not None:
-        if has_second_moments(optimizer):
-            warnings.warn(_second_moments_text(optimizer), stacklevel=3)
+    if optimizers:
+        if found := next((o for o in optimizers if has_second_moments(o)), None):
+            warnings.warn(_second_moments_text(found), stacklevel=4)
         return
     global _hook_registered
     if not _hook_registered:
@@ -143,5 +210,6 @@ def _second_moments_text(optimizer: torch.optim.Optimizer) -> str:
     return (
         f"{type(optimizer).__name__} divides by second moments, which normalises away the gradient entries that the "
         "residual delivers late: compressed gradients then train worse than dense ones (a small GPT with AdamW on 4 "
-        "workers reached a validation loss of 2.25 with 1 %, 1.81 dense); use SGD with momentum, or compare with dense"
+        "workers reached a validation loss of 2.25 with 1 %, 1.81 dense); attach(model, optimizer=optimizer) exchanges "
+        "updates instead"
     )

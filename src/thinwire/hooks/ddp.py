@@ -23,9 +23,7 @@ def attach_ddp(
     model: DistributedDataParallel, options: LinkOptions, on_last_bucket: Callable[[], None] | None = None
 ) -> Link:
     """Attach a link to a DDP model; with a single rank, one that exchanges nothing."""
-    ignored = set(getattr(model, "parameters_to_ignore", ()))
-    named = model.module.named_parameters()
-    parameters = {name: p for name, p in named if p.requires_grad and name not in ignored}
+    parameters = _trained(model)
     if dist.get_world_size(model.process_group) == 1:
         return open_local_link(parameters, options)
 
@@ -44,6 +42,7 @@ class DDPHook:
 
     def __init__(self, model: DistributedDataParallel, names: dict[int, str]) -> None:
         self.link: Link | None = None
+        self.local = False  # whether gradients stay as they are, because the link exchanges updates
         self.on_last_bucket: Callable[[], None] | None = None
         self._group: dist.ProcessGroup = model.process_group
         self._names = names
@@ -53,6 +52,10 @@ class DDPHook:
         buffer = bucket.buffer()
         if self.link is None:
             return self.all_reduce(buffer, buffer.element_size())
+        if self.local:
+            kept: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            kept.set_result(buffer)
+            return kept
         if self.on_last_bucket is not None and bucket.is_last():
             self.on_last_bucket()
         gradients = self._gradients(bucket)
@@ -90,8 +93,21 @@ class DDPHook:
     def release(self, link: Link) -> None:
         """Forget a link, if it is still the attached one."""
         if self.link is link:
-            self.link = None
+            self.link, self.local = None, False
             self._views.clear()
+
+
+def keep_local(model: DistributedDataParallel) -> DDPHook:
+    """The hook of a model whose gradients are to stay local; it does so once its `local` is set."""
+    _check_hooks(model)
+    return _hook_of(model, _trained(model))
+
+
+def _trained(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """The parameters whose gradients DDP handles, by name."""
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    named = model.module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and name not in ignored}
 
 
 def _hook_of(model: DistributedDataParallel, parameters: dict[str, Tensor]) -> DDPHook:
@@ -121,6 +137,11 @@ def _check_model(model: DistributedDataParallel, parameters: dict[str, Tensor]) 
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ValueError(f"{name} gives sparse gradients, which DDP's hooks cannot take: use sparse=False")
+    _check_hooks(model)
+
+
+def _check_hooks(model: DistributedDataParallel) -> None:
+    """ValueError if DDP has a hook of its own."""
     if getattr(model, "mixed_precision", None) is not None:
         raise ValueError("DDP's mixed_precision installs a hook of its own: use torch.autocast instead")
 

@@ -5,7 +5,7 @@ All ranks compare version, codec, exchange and parameters before anything is exc
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,10 +16,12 @@ from torch import Tensor
 import thinwire
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import DTYPES
+from thinwire.codec.low_rank import LowRank
 from thinwire.codec.selection import Selection
 from thinwire.exchange.base import Dense, Exchange
 from thinwire.exchange.channel import Channel, LocalChannel, OwnGroups, agreed
 from thinwire.exchange.choose import NAMES, choose_exchange
+from thinwire.exchange.low_rank import LowRankMean
 from thinwire.exchange.scatter_reduce import ScatterReduce
 from thinwire.link.autotune import FIRST, AdaptiveAgreement, Autotuner
 from thinwire.link.link import Link
@@ -38,7 +40,7 @@ class LinkOptions:
 
     codec: CodecLike = 0.01
     exchange: Exchange | str | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
     scaler: Any = None
     check_every: int = 0
     timeout: float | None = None
@@ -46,8 +48,9 @@ class LinkOptions:
     def __post_init__(self) -> None:
         if self.check_every < 0 or (self.timeout is not None and self.timeout <= 0):
             raise ValueError("check_every counts steps from 0 (never) and timeout is a number of seconds above 0")
-        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise ValueError(f"optimizer is a torch.optim.Optimizer, not {self.optimizer!r}")
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ValueError(f"optimizer is a torch.optim.Optimizer or a list of them, not {optimizer!r}")
         if self.scaler is not None and not hasattr(self.scaler, "get_scale"):
             raise ValueError(f"scaler is a GradScaler, not {self.scaler!r}")
         if self.auto and self.exchange is not None:
@@ -101,7 +104,7 @@ def open_link(
         channel,
         why=parts.why,
         check_every=options.check_every,
-        units=ResidualUnits(parameters, options.optimizer, options.scaler),
+        units=ResidualUnits(parameters, options.optimizers, options.scaler),
         on_step=agreement.end_step if agreement is not None else None,
         groups=groups,
     )
@@ -117,7 +120,7 @@ def open_local_link(parameters: Mapping[str, Tensor], options: LinkOptions) -> L
     codec = resolve_codec(FIRST.density if options.auto else options.codec)
     exchange, channel = Dense(), LocalChannel()
     exchange.setup(channel, codec, {}, lambda members: [])
-    units = ResidualUnits(parameters, options.optimizer, options.scaler)
+    units = ResidualUnits(parameters, options.optimizers, options.scaler)
     why = "there is a single process, so that nothing is exchanged and gradients are left as they are"
     return Link(parameters, codec, exchange, channel, why=why, units=units)
 
@@ -136,6 +139,12 @@ def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[s
         codec = codec.copy(selection=selection.within(bits=codec.values.bits, elements=elements, seed=channel.rank))
     check_types(parameters)
     wanted = FIRST.exchange if options.auto else options.exchange
+    if isinstance(codec.selection, LowRank):
+        if wanted is not None:
+            raise ValueError("LowRank brings its own exchange: leave exchange out")
+        return _Parts(
+            codec, LowRankMean({name: p.shape for name, p in parameters.items()}), _low_rank_why(codec, sizes)
+        )
     if wanted is None:
         return _Parts(codec, *choose_exchange(codec, sizes, channel.world))
     if isinstance(wanted, Exchange):
@@ -143,6 +152,11 @@ def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[s
     if wanted not in NAMES:
         raise ValueError(f"no exchange is called {wanted!r}; there are {', '.join(NAMES)}")
     return _Parts(codec, NAMES[wanted](), "as asked")
+
+
+def _low_rank_why(codec: Codec, sizes: Mapping[str, int]) -> str:
+    kilobytes = codec.selection.expected(sum(sizes.values()), 0) * codec.values.bits / 8e3
+    return f"low-rank: all-gather of coordinates, about {kilobytes:,.0f} kB a step from each rank to every other"
 
 
 def _agreement(parts: _Parts, channel: Channel, sizes: dict[str, int]) -> AdaptiveAgreement | None:

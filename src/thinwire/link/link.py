@@ -48,6 +48,13 @@ class Job:
     first: bool  # whether the step begins with it
     last: bool  # whether the step ends with it
     ready: Callable[[], None] = lambda: None  # returns when a GPU has computed the tensors
+    outs: Mapping[str, Tensor] | None = None  # flat float32 CPU tensors for the mean, where it is not for the buffer
+    step: int | None = None  # the number of this exchange for its parameters, if it is not the link's step
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
 
     @property
     def in_place(self) -> bool:
@@ -56,6 +63,8 @@ class Job:
 
     def outputs(self) -> Mapping[str, Tensor]:
         """Flat float32 CPU tensors for the mean: the job's own tensors where that is possible."""
+        if self.outs is not None:
+            return self.outs
         if self.in_place:
             return self.tensors
         sizes = [tensor.numel() for tensor in self.tensors.values()]
@@ -63,12 +72,30 @@ class Job:
 
     def finish(self, outputs: Mapping[str, Tensor]) -> bool:
         """Copy the mean to the buffer; whether it overflowed float16, on which all ranks agree."""
-        if self.in_place:
+        if self.in_place or self.outs is not None:
             return False
         self.buffer.copy_(torch.cat(list(outputs.values())))
         if self.buffer.is_cuda:
             torch.cuda.current_stream(self.buffer.device).synchronize()
         return self.buffer.dtype == torch.float16 and not bool(self.buffer.isfinite().all())
+
+
+class UpdateState(Protocol):
+    """What a link needs of the updates that it exchanges; `thinwire.link.updates` has them."""
+
+    shared: dict[str, Tensor]
+
+    def flush(self, mean: Callable[[Tensor], None]) -> None:
+        """Apply the mean of all residuals and clear them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What belongs into a checkpoint besides the residuals."""
+
+    def check(self, state: Any) -> None:
+        """ValueError unless a state fits."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that was checked."""
 
 
 class Tuner(Protocol):
@@ -114,11 +141,13 @@ class Link:
         self._process_groups = groups  # the process groups behind the channels, which detach gives back
         self._on_detach: Callable[[Link], None] = lambda link: None
         self._all_reduce: AllReduce | None = None
+        self._updates: UpdateState | None = None  # in the update domain
         self._dense_width = 0  # bytes per element of an all-reduce in place of the exchange; 0: the exchange is used
         self._factors: dict[str, float] = {}  # by which residuals are rescaled before the next step
         self._stats = Stats()
         self._diagnostics: Diagnostics | None = None
         self._outcomes: list[Outcome] = []
+        self._clock = 0  # the number of the present exchange for its parameters
         self._skip_step = False  # whether the present step holds a non-finite value, so that every rank skips it
         # Names exchanged together: so far in this step, in the one before, and when a loaded state was saved.
         self._groups_now: list[list[str]] = []
@@ -136,9 +165,26 @@ class Link:
 
     # For hooks
 
-    def set_hook(self, on_detach: Callable[["Link"], None], all_reduce: AllReduce | None = None) -> None:
-        """Name the hook that feeds this link: what to call at detach, and its own way to average a buffer."""
-        self._on_detach, self._all_reduce = on_detach, all_reduce
+    def set_hook(
+        self,
+        on_detach: Callable[["Link"], None],
+        all_reduce: AllReduce | None = None,
+        updates: "UpdateState | None" = None,
+    ) -> None:
+        """Name the hook that feeds this link: what to call at detach, and its own way to average a buffer.
+
+        updates: what the link saves, compares and flushes where it exchanges updates of parameters.
+        """
+        self._on_detach, self._all_reduce, self._updates = on_detach, all_reduce, updates
+
+    def exchange_all(self, jobs: Sequence[Job]) -> bool:
+        """Exchange a step's jobs and wait for them; returns whether all ranks skip the step. Raises LinkError."""
+        futures = [self._thread.submit(job) for job in jobs]
+        for future in futures:
+            future.wait()
+            _value_or_error(future)
+        self.wait()
+        return self._skip_step
 
     def submit(self, job: Job) -> Future:
         """Average a bucket. The future's value is the job's buffer with the mean; it raises if the exchange failed."""
@@ -148,7 +194,7 @@ class Link:
             factors = self._units.changes()
             self._factors = {} if self._dense_width else factors  # an all-reduce has no residual to rescale
         if self.tuner is not None:
-            self.tuner.bucket_ready(job.tensors, job.buffer.numel())
+            self.tuner.bucket_ready(job.tensors, job.elements)
         if not self._dense_width or self._all_reduce is None:
             return self._thread.submit(job).then(_value_or_error)
         future = self._all_reduce(job.buffer, self._dense_width)
@@ -185,7 +231,17 @@ class Link:
         self._stats.end_step(self.exchange.channels())
         self.step += 1
         if self._check_every and self.step % self._check_every == 0:
-            check_replicas(self._channel, self._parameters, self.step)
+            check_replicas(self._channel, self._replicas, self.step)
+
+    @property
+    def _replicas(self) -> Mapping[str, Tensor]:
+        """The tensors that are the same on all ranks after every step."""
+        return self._parameters if self._updates is None else self._updates.shared
+
+    @property
+    def domain(self) -> str:
+        """What is exchanged: "gradient", or "update" for changes of the parameters."""
+        return "gradient" if self._updates is None else "update"
 
     @property
     def last_step(self) -> Counters:
@@ -202,6 +258,7 @@ class Link:
         for job in jobs:
             job.ready()
         began = time.thread_time()
+        self._clock = self.step if jobs[0].step is None else jobs[0].step
         if jobs[0].first:
             self._begin_step()
         outputs = [job.outputs() for job in jobs]
@@ -224,7 +281,7 @@ class Link:
         for name, factor in self._factors.items():
             self.codec.rescale(factor, [name])
         if self._check_every and self.step and self.step % self._check_every == 0:
-            check_replicas(self._channel, self._parameters, self.step)
+            check_replicas(self._channel, self._replicas, self.step)
 
     def _groups(self, jobs: list[Job]) -> list[list[str]]:
         """The names that are exchanged together: those of these jobs, or the loaded groups if they hold the same."""
@@ -238,7 +295,7 @@ class Link:
 
     def _mean(self, tensors: Mapping[str, Tensor], outs: list[Tensor]) -> None:
         # A parameter whose gradient is zero everywhere took no part in this step: DDP may drop what arrives for it.
-        bucket, diagnostics = Bucket(tensors, outs, self.step, all_zero(tensors)), self._diagnostics
+        bucket, diagnostics = Bucket(tensors, outs, self._clock, all_zero(tensors)), self._diagnostics
         if diagnostics is not None:
             diagnostics.before(tensors)
         outcome = self.exchange.mean(bucket)
@@ -295,6 +352,8 @@ class Link:
         The figures go to the log (logger "thinwire", level INFO) and to `diagnoses`.
         """
         self.wait()
+        if self._updates is not None:
+            raise ValueError("diagnose() compares gradients, but this link exchanges updates of the parameters")
         agree_on_every(self._channel, every)
         self._diagnostics = self.codec.observer = Diagnostics(self._channel, every) if every else None
 
@@ -302,6 +361,25 @@ class Link:
         """Multiply the residual when the unit of the tensors changes; see `Codec.rescale`."""
         self.wait()
         self.codec.rescale(factor)
+
+    def flush(self) -> None:
+        """Send everything that is left in the residuals of updates, uncompressed. Call it on all ranks.
+
+        After it all ranks' models hold everything that any rank's optimizer did, for example at the end of training.
+        """
+        if self._updates is None:
+            raise ValueError(
+                "flush() is for links that exchange updates: a gradient's residual has to pass an optimizer"
+            )
+        self.wait()
+        channel = self._channel
+
+        def mean(tensor: Tensor) -> None:
+            there = tensor.mul_(1.0 / channel.world).to(channel.device)
+            channel.all_reduce(there)
+            tensor.copy_(there)
+
+        self._updates.flush(mean)
 
     def detach(self) -> None:
         """Return to the uncompressed exchange. `state_dict()` still returns the residual afterwards."""
@@ -327,7 +405,8 @@ class Link:
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """This rank's residual by parameter name; with `gather` the mean of all ranks' (call it on all of them).
 
-        Plain tensors and numbers: save it with torch.save, load it with weights_only=True.
+        In the update domain the state also holds the shared parameters and this rank's optimizer states, because every
+        rank has its own. Plain tensors and numbers: save it with torch.save, load it with weights_only=True.
         """
         self.wait()
         state = {
@@ -341,6 +420,8 @@ class Link:
             "units": self._units.state_dict(),
             "buckets": self._groups_before,
         }
+        if self._updates is not None:
+            state["updates"] = self._updates.state_dict()
         if not gather:
             return state
         with self._process_groups.reopened() if self._process_groups is not None else contextlib.nullcontext():
@@ -358,6 +439,7 @@ class Link:
         known = state if strict else without_unknown(state, self._parameters)
         mine = load_link_state(known, channel.rank, channel.world, self.exchange.weight(), self._parameters)
         before = self.exchange.state_dict(), self._units.state_dict()
+        self._check_domain(mine)
         try:
             self.exchange.load_state_dict(mine["exchange"].get(repr(self.exchange), {}))
             self._units.load_state_dict(mine["units"])
@@ -367,9 +449,22 @@ class Link:
             self._units.load_state_dict(before[1])
             raise ValueError(f"the link's state cannot be loaded: {error}") from error
         self.step = mine["step"]
+        if self._updates is not None:
+            self._updates.load_state_dict(mine["updates"])
         # DDP regroups its buckets after the first step. Using the saved groups makes the resumed run bitwise equal.
         self._groups_loaded = [list(names) for names in mine["buckets"]] or None
         self._thread.wait_for_last = self._groups_loaded is not None
+
+    def _check_domain(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless a state is of this link's domain and fits its parameters."""
+        saved = "gradient" if state.get("updates") is None else "update"
+        if saved != self.domain:
+            raise ValueError(
+                f"the state holds residuals of the {saved} domain and this link exchanges {self.domain}s: "
+                f'attach with domain="{saved}", or continue without the state'
+            )
+        if self._updates is not None:
+            self._updates.check(state["updates"])
 
 
 class GatheredLink:
@@ -442,7 +537,7 @@ class LinkThread:
         if job.first:
             self._waiting.clear()
         self._waiting.append((job, future))
-        small = sum(waiting.buffer.numel() for waiting, _ in self._waiting) < forecast.JOINED_BELOW
+        small = sum(waiting.elements for waiting, _ in self._waiting) < forecast.JOINED_BELOW
         if (small or self.wait_for_last) and not job.last and self._failure is None:
             return
         jobs = [waiting for waiting, _ in self._waiting]

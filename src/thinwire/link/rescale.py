@@ -1,10 +1,12 @@
 """Rescaling: keeps the residual consistent when the learning rate or the loss scale changes.
 
-The residual is a sum of gradients times the loss scale. When the learning rate changes, it is multiplied by
-lr_old / lr_new, so that lr x residual stays constant; when the loss scale changes, by scale_new / scale_old.
+The residual is a sum of gradients times the loss scale. When the learning rate rises, it is multiplied by
+lr_old / lr_new, so that lr x residual stays constant; when the loss scale changes, by scale_new / scale_old. When the
+learning rate falls, the residual stays as it is: multiplied by lr_old / lr_new it would grow without bound as a schedule
+approaches zero, and clipping would act on every step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +17,17 @@ class ResidualUnits:
     """The learning rates and the loss scale that the residual refers to, and how they changed since the last step."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None = None, scaler: Any = None
+        self, parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer] = (), scaler: Any = None
     ) -> None:
         self._names = {id(p): name for name, p in parameters.items()}
-        self._optimizer = optimizer
+        self._optimizers = list(optimizers)
         self._scaler = scaler
         self._rates = self._present_rates()
         self._scale = self._present_scale()
 
     def _present_rates(self) -> dict[str, float]:
-        if self._optimizer is None:
-            return {}
         rates: dict[str, float] = {}
-        for group in self._optimizer.param_groups:
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) in self._names:
                     rates[self._names[id(parameter)]] = float(group["lr"])
@@ -41,7 +41,7 @@ class ResidualUnits:
 
         A rate of zero changes nothing: the residual keeps its unit until the rate is positive again.
         """
-        if self._optimizer is None and self._scaler is None:
+        if not self._optimizers and self._scaler is None:
             return {}
         rates, scale = self._present_rates(), self._present_scale()
         factors = {}
@@ -49,7 +49,7 @@ class ResidualUnits:
             factor = scale / self._scale
             before, now = self._rates.get(name, 0.0), rates.get(name, 0.0)
             if before > 0.0 and now > 0.0:
-                factor *= before / now
+                factor *= min(1.0, before / now)
             elif before > 0.0:
                 rates[name] = before
             if factor != 1.0:
@@ -68,6 +68,6 @@ class ResidualUnits:
             raise ValueError("the units in the link's state are not a table of learning rates and a loss scale")
         if self._scaler is not None and state.get("scale") is not None:
             self._scale = float(state["scale"])
-        if self._optimizer is not None:
+        if self._optimizers:
             known = {name: float(rate) for name, rate in state.get("rates", {}).items() if name in self._rates}
             self._rates = {**self._rates, **known}

@@ -93,7 +93,31 @@ def merge_states(states: Sequence[LinkState]) -> LinkState:
             into = mean.setdefault(name, {})
             for slot, tensor in slots.items():
                 into[slot] = into[slot] + weight * tensor.cpu() if slot in into else weight * tensor.cpu()
-    return _for_any_rank(states[0], mean)
+    merged = _for_any_rank(states[0], mean)
+    if states[0].get("updates") is not None:
+        merged["updates"] = _merged_updates([state["updates"] for state in states])
+    return merged
+
+
+def _merged_updates(updates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The shared parameters, which are equal, and the mean of the optimizers' states."""
+    first = updates[0]
+    for other in updates[1:]:
+        if any(not torch.equal(first["shared"][name], t) for name, t in other["shared"].items()):
+            raise ValueError("the states differ in their shared parameters: they are not of one checkpoint")
+    return {**first, "optimizers": _mean_of([each["optimizers"] for each in updates])}
+
+
+def _mean_of(values: Sequence[Any]) -> Any:
+    """The element-wise mean of equally shaped trees; what is not a floating-point tensor is the first one's."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: _mean_of([v[key] for v in values if key in v]) for key in first}
+    if isinstance(first, list | tuple):
+        return [_mean_of(list(each)) for each in zip(*values, strict=True)]
+    if isinstance(first, Tensor) and first.is_floating_point():
+        return torch.stack([v.cpu() for v in values]).mean(0)
+    return first
 
 
 def _for_any_rank(state: LinkState, residuals: dict[str, dict[str, Tensor]]) -> LinkState:
@@ -116,7 +140,24 @@ def mean_link_state(
             part = part.to(channel.device)
             channel.all_reduce(part)
             mean.setdefault(name, {})[slot] = part.cpu()
-    return _for_any_rank(state, mean)
+    found = _for_any_rank(state, mean)
+    if state.get("updates") is not None:
+        optimizers = _mean_over_ranks(channel, state["updates"]["optimizers"])
+        found["updates"] = {**state["updates"], "optimizers": optimizers}
+    return found
+
+
+def _mean_over_ranks(channel: Channel, value: Any) -> Any:
+    """The mean of all ranks' trees of tensors, which have the same shape; one reduction per tensor."""
+    if isinstance(value, Mapping):
+        return {key: _mean_over_ranks(channel, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mean_over_ranks(channel, item) for item in value]
+    if isinstance(value, Tensor) and value.is_floating_point():
+        part = (value * (1.0 / channel.world)).to(channel.device)
+        channel.all_reduce(part)
+        return part.cpu()
+    return value
 
 
 def load_link_state(

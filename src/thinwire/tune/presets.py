@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection, NoFeedback
-from thinwire.codec.selection import Dynamic, Percentile, RandomK, Selection, StdDev, TopK, Warmup
+from thinwire.codec.low_rank import LowRank
+from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, Selection, StdDev, TopK, Warmup
 from thinwire.codec.values import Bits, Float32, Sign
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Measured, Payload
@@ -54,6 +55,14 @@ PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
     "adaptive-bytes": (
         "Sends between 0.1 % and 10 % in 8 bits: the density with the most descent per byte.",
         lambda: Codec(Adaptive(Payload()), Bits(8)),
+    ),
+    "update": (
+        "For updates of any optimizer: low-rank projections of the matrices, 0.08 numbers per element in 2 bits.",
+        lambda: Codec(LowRank(0.08), Bits(2)),
+    ),
+    "rotate": (
+        "For updates of any optimizer: sends a rotating 8 % of the entries in 2 bits; the positions take no bytes.",
+        lambda: Codec(Rotate(0.08), Bits(2)),
     ),
     "dense": (
         "Sends everything in 32 bits.",

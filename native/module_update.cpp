@@ -1,0 +1,28 @@
+// Python bindings of the kernels of the update domain.
+#include "bindings.hpp"
+#include "update.hpp"
+
+void bind_update(nb::module_& m) {
+  m.def("accumulate_update",
+        [](Address shared, Address residual, Address local, int dtype, float decay, size_t n) {
+          nb::gil_scoped_release release;
+          return accumulate_update(at<const float>(shared), at<float>(residual), at<const void>(local), Dtype(dtype),
+                                   decay, n);
+        });
+  m.def("set_low_rank",
+        [](Address out, size_t rows, size_t columns, size_t rank, Address left, Address right) {
+          nb::gil_scoped_release release;
+          set_low_rank(at<float>(out), rows, columns, rank, at<const float>(left), at<const float>(right));
+        });
+  m.def("orthonormalise", [](Address vectors, size_t rank, size_t length, uint64_t seed) {
+    if (rank > length) throw std::invalid_argument("there are no more orthonormal vectors than elements of a vector");
+    nb::gil_scoped_release release;
+    orthonormalise(at<float>(vectors), rank, length, seed);
+  });
+  m.def("correct_adam", [](Address parameters, Address mean, Address square, size_t n, float lr, float mean_correction,
+                           float square_correction, float epsilon, float workers) {
+    nb::gil_scoped_release release;
+    correct_adam(at<float>(parameters), at<const float>(mean), at<const float>(square), n,
+                 {lr, mean_correction, square_correction, epsilon}, workers);
+  });
+}

@@ -1,0 +1,232 @@
+"""Updates: the parameters that all ranks share, and what this rank's optimizer changed since they were last equal.
+
+In the update domain every rank runs the user's optimizer on its own gradient. `shared` holds the parameters that all
+ranks agree on, bit for bit. A rank's residual is the sum of its own changes that were not sent yet. The forward pass of a
+training step runs at shared - residual (look-ahead), so that a rank's own changes are never late for itself. At all other
+times the model shows `shared`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import _native
+from thinwire.codec.codec import Codec
+from thinwire.codec.feedback import DTYPES, FLOAT_MAX, Accumulated, ErrorFeedback, Feedback, NoFeedback
+from thinwire.link.link import Job
+
+# Elements that are exchanged together. One exchange costs a round trip; much larger ones would keep the network idle
+# while the first of them is compressed.
+BUCKET_ELEMENTS = 1 << 23
+
+
+class Updates:
+    """The shared parameters and the residuals of one attached model, which several optimizers may update."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], codec: Codec
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.optimizers = list(optimizers)
+        self.shared = {name: _flat(p).to(torch.float32, copy=True) for name, p in parameters.items()}
+        self.ahead = False  # whether the model holds the look-ahead instead of the shared parameters
+        self.clocks = [0] * len(self.optimizers)  # steps of each optimizer
+        self._codec = codec
+        self._decay = _decay_of(codec.feedback)
+        self._keeps = not isinstance(codec.feedback, NoFeedback)
+        codec.feedback = Accumulated()
+        names = {id(p): name for name, p in parameters.items()}
+        self.buckets = [_buckets(_names_of(o, names), self.parameters) for o in self.optimizers]
+
+    def residual(self, name: str) -> Tensor:
+        """This rank's residual of a parameter, a flat float32 tensor."""
+        return self._codec.ensure_residuals(name, self.shared[name])["residual"]
+
+    # What the model holds
+
+    @torch.no_grad()
+    def look_ahead(self) -> None:
+        """Write shared - residual to the model's parameters, from which the next step begins."""
+        for name, p in self.parameters.items():
+            p.copy_((self.shared[name] - self.residual(name)).view_as(p))
+        self.ahead = True
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Write the shared parameters to the model."""
+        for name, p in self.parameters.items():
+            p.copy_(self.shared[name].view_as(p))
+        self.ahead = False
+
+    def swap(self, *, ahead: bool) -> None:
+        """Write shared parameters for an evaluation, or the look-ahead again after it, unnoticed by autograd.
+
+        A graph may be waiting for its backward pass meanwhile. It finds the same values as before.
+        """
+        for name, p in self.parameters.items():
+            shared = self.shared[name]
+            p.data.copy_((shared - self.residual(name) if ahead else shared).view_as(p))
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take the model's parameters as the shared ones, after they were loaded or broadcast."""
+        for name, p in self.parameters.items():
+            self.shared[name].copy_(_flat(p))
+        self.ahead = False
+
+    # A step
+
+    @torch.no_grad()
+    def jobs(self, index: int, *, finite: bool = True) -> list[Job]:
+        """Add what an optimizer changed to the residuals; returns the exchanges of its parameters.
+
+        The model's own memory receives the mean where it can. If a change is not finite, its exchange tells all ranks.
+        """
+        jobs, buckets = [], self.buckets[index]
+        for at, names in enumerate(buckets):
+            tensors = {}
+            for name in names:
+                good = self._accumulate(name) and finite
+                residual = self.residual(name)
+                tensors[name] = residual if good else torch.full_like(residual, torch.nan)
+            outs = {name: _output(self.parameters[name]) for name in names}
+            jobs.append(
+                Job(torch.empty(0), tensors, at == 0, at == len(buckets) - 1, outs=outs, step=self.clocks[index])
+            )
+        self.clocks[index] += 1
+        return jobs
+
+    def _accumulate(self, name: str) -> bool:
+        """Add one parameter's change to its residual; returns whether it was finite."""
+        p, shared, residual = self.parameters[name].detach().contiguous(), self.shared[name], self.residual(name)
+        if p.device.type == "cpu" and self._codec.kernels != "torch":
+            return _native.accumulate_update(
+                shared.data_ptr(), residual.data_ptr(), p.data_ptr(), DTYPES[p.dtype], self._decay, p.numel()
+            )
+        return accumulate_update(shared, residual, p, self._decay)
+
+    @torch.no_grad()
+    def apply(self, jobs: Sequence[Job], *, skipped: bool) -> None:
+        """Subtract the means of finished exchanges from the shared parameters, and show them."""
+        for job in jobs:
+            assert job.outs is not None
+            for name, mean in job.outs.items():
+                if not skipped:
+                    self.shared[name] -= mean.to(self.shared[name].device)
+                if not self._keeps:
+                    self.residual(name).zero_()
+        self.show()
+
+    @torch.no_grad()
+    def flush(self, mean: Callable[[Tensor], None]) -> None:
+        """Apply the mean of all ranks' residuals, which `mean` computes in place, and clear them."""
+        for name, shared in self.shared.items():
+            residual = self.residual(name)
+            total = residual.cpu().clone()
+            mean(total)
+            shared -= total.to(shared.device)
+            residual.zero_()
+        self.show()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shared parameters, the clocks, and the states of this rank's optimizers, by parameter name."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        optimizers = [
+            {names[id(p)]: _copied(state) for p, state in o.state.items() if id(p) in names} for o in self.optimizers
+        ]
+        shared = {name: t.clone() for name, t in self.shared.items()}
+        return {"shared": shared, "clocks": list(self.clocks), "optimizers": optimizers}
+
+    def check(self, state: Any) -> None:
+        """ValueError unless a state fits these parameters and optimizers."""
+        if not isinstance(state, Mapping) or set(state) != {"shared", "clocks", "optimizers"}:
+            raise ValueError("the state of the updates lacks its shared parameters, clocks or optimizers")
+        shared = state["shared"]
+        if not isinstance(shared, Mapping) or set(shared) != set(self.shared):
+            raise ValueError("the state's shared parameters are not those of this model")
+        for name, tensor in shared.items():
+            if not isinstance(tensor, Tensor) or tensor.numel() != self.shared[name].numel():
+                raise ValueError(f"{name}: the state's shared parameter has another size")
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name}: the state's shared parameter is not finite")
+        if len(state["clocks"]) != len(self.optimizers) or len(state["optimizers"]) != len(self.optimizers):
+            raise ValueError(f"the state is of {len(state['clocks'])} optimizers, here are {len(self.optimizers)}")
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `check` accepted."""
+        for name, tensor in state["shared"].items():
+            self.shared[name].copy_(tensor.reshape(-1))
+        self.clocks = [int(clock) for clock in state["clocks"]]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            for name, values in saved.items():
+                if name in self.parameters:
+                    optimizer.state[self.parameters[name]] = _copied(values, self.parameters[name].device)
+        self.show()
+
+
+def accumulate_update(shared: Tensor, residual: Tensor, local: Tensor, decay: float) -> bool:
+    """The kernel `accumulate_update` in torch operations, for any device."""
+    start = (shared - residual).to(local.dtype).float()
+    change = start - local.reshape(-1).float()
+    finite = change.isfinite()
+    total = (residual * decay + change).clamp_(-FLOAT_MAX, FLOAT_MAX)
+    residual.copy_(torch.where(finite, total, residual))
+    return bool(finite.all())
+
+
+def _decay_of(feedback: Feedback) -> float:
+    if isinstance(feedback, ErrorFeedback):
+        return feedback.decay
+    if isinstance(feedback, NoFeedback):
+        return 1.0
+    raise ValueError(
+        f"{feedback} accumulates gradients, but the optimizer's updates are exchanged: use ErrorFeedback(), or "
+        'domain="gradient"'
+    )
+
+
+def _names_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    """The names of an optimizer's parameters, in the order of the model, which is the same on all ranks."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [name for ident, name in names.items() if ident in owned]
+
+
+def _buckets(names: Sequence[str], parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names in groups of at most BUCKET_ELEMENTS elements, or of a single larger parameter."""
+    groups: list[list[str]] = []
+    room = 0
+    for name in names:
+        n = parameters[name].numel()
+        if n > room or not groups:
+            groups.append([])
+            room = BUCKET_ELEMENTS
+        groups[-1].append(name)
+        room -= n
+    return groups
+
+
+def _flat(p: Tensor) -> Tensor:
+    return p.detach().reshape(-1)
+
+
+def _output(p: Tensor) -> Tensor:
+    """Memory for the mean: the parameter's own if kernels can write to it. It is written anew after the exchange."""
+    fits = p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous()
+    return p.detach().view(-1) if fits else torch.empty(p.numel())
+
+
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """A deep copy of an optimizer's state: tensors, numbers, lists and dicts."""
+    if isinstance(value, Tensor):
+        # Adam's `step` lives on the CPU wherever the parameter is.
+        return value.detach().clone() if device is None or value.dim() == 0 else value.detach().clone().to(device)
+    if isinstance(value, Mapping):
+        return {key: _copied(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(item, device) for item in value]
+    return value
