@@ -2,6 +2,7 @@
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_decoding_with_a_cache_gives_the_same_translations(folder: Path) -> None
 def test_the_transformer_equals_torchs_layers() -> None:
     torch.manual_seed(0)
     model = TransformerTranslator(50, units=16, layers=2, heads=2).eval()
-    options = {"batch_first": True, "norm_first": True}
+    options: dict[str, Any] = {"batch_first": True, "norm_first": True}
     encoder_layer = nn.TransformerEncoderLayer(16, 2, 32, **options)
     encoder = nn.TransformerEncoder(encoder_layer, 2, nn.LayerNorm(16), enable_nested_tensor=False)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32, **options), 2, nn.LayerNorm(16))
