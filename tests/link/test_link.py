@@ -40,7 +40,7 @@ def refusals(rank: int) -> dict[str, str]:
         "exchange": (jobs.make(), {"exchange": "ring"}),
         "machines": (jobs.make(), {"exchange": tw.exchange.Hierarchical(per_machine=3)}),
         "timeout": (jobs.make(), {"timeout": 0.0}),
-        "nothing": (jobs.make(), {"codec": None}),
+        "nothing": (jobs.make(), {"codec": [1]}),
         "optimizer": (jobs.make(), {"optimizer": "sgd"}),
         "scaler": (jobs.make(), {"scaler": 3}),
     }
@@ -67,8 +67,8 @@ def test_what_cannot_work_raises_at_attach_with_the_reason(cluster: Cluster) -> 
         "exchange": "no exchange is called 'ring'; there are dense, gather, scatter-reduce",
         "machines": "2 is not 3 x n",
         "timeout": "timeout is a number of seconds above 0",
-        "nothing": "a codec is a Codec, a selection, a density or a preset's name, not None",
-        "optimizer": "optimizer is a torch.optim.Optimizer, not 'sgd'",
+        "nothing": "a codec is a Codec, a selection, a density or a preset's name, not [1]",
+        "optimizer": "optimizer is a torch.optim.Optimizer or a list of them, not 'sgd'",
         "scaler": "scaler is a GradScaler, not 3",
     }
     for seen in cluster.run(refusals, 2):
@@ -203,7 +203,7 @@ def second_moments(rank: int) -> list[int]:
             optimizer = make(model.parameters())
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                with tw.attach(model, 0.05, optimizer=optimizer if named else None):
+                with tw.attach(model, 0.05, optimizer=optimizer if named else None, domain="gradient"):
                     jobs.train(model, rank, range(2), optimizer)
             counts.append(len([w for w in seen if "divides by second moments" in str(w.message)]))
     return counts
@@ -241,7 +241,7 @@ def logged(rank: int, world: int) -> str:
     logger.setLevel(logging.INFO)
     link = tw.attach(jobs.make(), 0.01)
     logger.removeHandler(handler)
-    assert seen == ([] if rank else [f"{link!r} attached; {link.why}"])
+    assert seen == ([] if rank else [f"{link!r} attached; gradients are exchanged; {link.why}"])
     return str(link.why)
 
 

@@ -83,15 +83,15 @@ def dense_infected(rank: int) -> list[bool]:
 
 
 def rates_change(rank: int, exchange: str) -> Account:
-    """Two parameter groups: one rate falls at step 3, the other is zero for a while; sums are of rate x gradient."""
+    """Two parameter groups, whose rates rise at different steps; sums are of rate x gradient."""
     model = probe.make()
     net = model.module
-    groups: list[dict[str, Any]] = [{"params": [net.a, net.c], "lr": 0.5}, {"params": [net.b, net.d], "lr": 2.0}]
+    groups: list[dict[str, Any]] = [{"params": [net.a, net.c], "lr": 0.125}, {"params": [net.b, net.d], "lr": 1.0}]
     optimizer = torch.optim.SGD(groups)
     link = tw.attach(model, EXACT, exchange=exchange, optimizer=optimizer)
     account = Account()
     for step in range(6):
-        rates = (0.5 if step < 3 else 0.125, 2.0 if step < 2 else 1.0)
+        rates = (0.125 if step < 3 else 0.5, 1.0 if step < 2 else 2.0)
         optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = rates
         optimizer.zero_grad()
         gradients = probe.coefficients(rank, step)
@@ -105,13 +105,34 @@ def rates_change(rank: int, exchange: str) -> Account:
             account.applied[name] += rate * grad.double()
     account.close(link)
     for name, held in account.held.items():
-        held *= 0.125 if name in "ac" else 1.0
+        held *= 0.5 if name in "ac" else 2.0
     return account
 
 
 @pytest.mark.parametrize("exchange", ["gather", "scatter-reduce"])
 def test_learning_rates_may_change(cluster: Cluster, exchange: str) -> None:
     assert missing(cluster.run(rates_change, 2, exchange)) < 1e-4
+
+
+def norms_of_a_cosine(rank: int, steps: int) -> list[float]:
+    """Norms of the averaged gradients while the learning rate falls to almost zero."""
+    model = probe.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tw.attach(model, tw.Codec(tw.TopK(0.05)), optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        probe.backward(model, probe.coefficients(rank, step))
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
+        optimizer.step()
+        schedule.step()
+    return norms
+
+
+def test_a_rate_that_falls_to_zero_does_not_inflate_gradients(cluster: Cluster) -> None:
+    for norms in cluster.run(norms_of_a_cosine, 2, 120):
+        assert max(norms[90:]) < 2.0 * max(norms[40:80])
 
 
 def resumed_scale(rank: int) -> Account:

@@ -28,7 +28,7 @@ class LowRank(Selection):
     become smaller, are sent whole. The basis follows the data by one step of subspace iteration per exchange.
     """
 
-    density: float = 0.08
+    density: float = 0.15
     max_rank: int = 64
     shares_threshold: ClassVar[bool] = False
 
@@ -50,7 +50,7 @@ class LowRank(Selection):
         """Return the number of basis columns for a matrix; 0 if it is sent whole."""
         most = min(rows, columns, self.max_rank)
         rank = min(max(1, int(self.density * 2 * rows * columns / (rows + columns))), most)
-        return rank if rank * (rows + columns) < 2 * rows * columns else 0
+        return rank if min(rows, columns) > 1 and rank * (rows + columns) < 2 * rows * columns else 0
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """LowRankMean: averages the coordinates of matrices in bases that all ranks share, and expands the mean.
 
-The coordinates of all tensors travel in one frame per rank by Gather, in the codec's values. Beyond `_GATHERED` ranks a
-32-bit all-reduce of them moves fewer bytes. What a rank's coordinates did not express stays in its residual.
+The coordinates of all tensors travel in the codec's values, by ScatterReduce, whose traffic does not grow with the
+number of ranks, or by Gather, which takes one round instead of two. What the coordinates as sent do not express stays
+in the residual: the part outside of the basis, and all rounding errors.
 """
 
 import time
@@ -13,15 +14,11 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
-from thinwire.codec.feedback import NoFeedback, first_not_finite
+from thinwire.codec.feedback import ErrorFeedback, first_not_finite
 from thinwire.codec.low_rank import Basis, LowRank, matrix_shape
 from thinwire.codec.selection import Rotate
-from thinwire.exchange.base import Bucket, Dense, Exchange, Groups, Outcome
+from thinwire.exchange.base import Bucket, Exchange, Groups, Outcome
 from thinwire.exchange.channel import Channel
-from thinwire.exchange.gather import Gather
-
-# An all-reduce moves 2 x 32 bits per number and rank, an all-gather of 2-bit values 2 bits for each other rank.
-_GATHERED = 32
 
 
 @dataclass
@@ -29,7 +26,7 @@ class _Part:
     """One tensor of a bucket on its way through an exchange."""
 
     basis: Basis | None  # None: the tensor is sent whole, and its coordinates are its elements
-    total: Tensor | None  # the residual with the tensor added; None where nothing of it is sent
+    total: Tensor  # the residual, with the tensor added unless it is on hold
     coordinates: Tensor
 
     def subtract(self, matrix: Tensor, coordinates: Tensor) -> None:
@@ -41,19 +38,18 @@ class _Part:
 
 
 class LowRankMean(Exchange):
-    """The mean of low-rank projections. `shapes` are the shapes of all parameters, by name."""
+    """The mean of low-rank projections, whose coordinates `inner` averages. `shapes` are those of all parameters."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        self._shapes = dict(shapes)
+    def __init__(self, inner: Exchange, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._inner, self._shapes = inner, dict(shapes)
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         selection = codec.selection
         assert isinstance(selection, LowRank)
         self._codec = codec
         # A window of everything: no positions, zeros included, and a size that all ranks know.
-        inner = Codec(Rotate(1.0), codec.values, NoFeedback(), kernels=codec.kernels)
-        self._inner: Exchange = Gather() if channel.world <= _GATHERED else Dense()
-        self._inner.setup(channel, inner, sizes, groups)
+        self._inner_codec = Codec(Rotate(1.0), codec.values, ErrorFeedback(), kernels=codec.kernels)
+        self._inner.setup(channel, self._inner_codec, sizes, groups)
         ranks = {name: selection.rank(*matrix_shape(shape)) for name, shape in self._shapes.items()}
         self._bases = {name: Basis.first(name, self._shapes[name], rank) for name, rank in ranks.items() if rank}
 
@@ -72,10 +68,11 @@ class LowRankMean(Exchange):
         outcome = self._inner.mean(Bucket(keys, means, bucket.step, hold))
         compress += outcome.compress
         if outcome.non_finite:
+            self._forget(keys)
             return Outcome(outcome.non_finite, compress=compress)
         # 3. Leave in the residual what was not sent, expand the mean, and take it as the next basis.
         began = time.perf_counter()
-        sent = _sent(parts, outcome)
+        sent = self._sent(keys)
         _leave(parts, sent, 1.0)
         for name, mean, out in zip(parts, means, bucket.outs, strict=True):
             self._finish(name, mean, out)
@@ -93,20 +90,37 @@ class LowRankMean(Exchange):
     def _parts(self, bucket: Bucket) -> dict[str, _Part]:
         """The tensors' sums and coordinates; NaN if a tensor is not finite, which tells all ranks."""
         codec = self._codec
-        active = {name: codec.checked(name, t) for name, t in bucket.tensors.items() if name not in bucket.hold}
-        finite = first_not_finite(list(active.values())) < 0
+        checked = {name: codec.checked(name, tensor) for name, tensor in bucket.tensors.items()}
+        finite = first_not_finite([t for name, t in checked.items() if name not in bucket.hold]) < 0
         parts = {}
-        for name, numel in zip(bucket.tensors, bucket.numels, strict=True):
-            basis = self._bases.get(name)
-            if name in active and finite:
-                vector = codec.feedback.prepare(active[name], codec.ensure_residuals(name, active[name]))
-                total = vector.accumulate().gradient.view(-1)
-                plain = total.float()
-                parts[name] = _Part(basis, total, plain.cpu() if basis is None else basis.project(plain))
+        for name, tensor in checked.items():
+            basis, slots = self._bases.get(name), codec.ensure_residuals(name, tensor)
+            size = tensor.numel() if basis is None else basis.size
+            if name in bucket.hold or not finite:
+                total, coordinates = slots.get("residual"), torch.full((size,), 0.0 if finite else torch.nan)
+                total = torch.zeros(tensor.numel()) if total is None else total
             else:
-                size = numel if basis is None else basis.size
-                parts[name] = _Part(basis, None, torch.full((size,), 0.0 if finite else torch.nan))
+                total = codec.feedback.prepare(tensor, slots).accumulate().gradient.view(-1)
+                plain = total.float()
+                coordinates = plain.cpu().clone() if basis is None else basis.project(plain)
+            parts[name] = _Part(basis, total, coordinates)
         return parts
+
+    def _sent(self, keys: Mapping[str, Tensor]) -> list[Tensor]:
+        """What took effect of each tensor's coordinates: all but what the inner codec kept, which is forgotten there.
+
+        It kept rounding errors, and where ScatterReduce rounds sums, those of the sums that this rank owns. The next
+        coordinates refer to another basis, so that the outer residual must hold these errors.
+        """
+        kept = [self._inner_codec.residuals(key).get("residual") for key in keys]
+        sent = [c if k is None else c - k for c, k in zip(keys.values(), kept, strict=True)]
+        self._forget(keys)
+        return sent
+
+    def _forget(self, keys: Mapping[str, Tensor]) -> None:
+        for key in keys:
+            if (kept := self._inner_codec.residuals(key).get("residual")) is not None:
+                kept.zero_()
 
     @staticmethod
     def _key(name: str, basis: Basis | None) -> str:
@@ -131,26 +145,16 @@ class LowRankMean(Exchange):
         self._bases |= {name: self._bases[name].loaded(saved) for name, saved in state.items()}
 
     def __repr__(self) -> str:
-        return "LowRankMean()"
-
-
-def _sent(parts: Mapping[str, _Part], outcome: Outcome) -> list[Tensor]:
-    """The coordinates as all ranks read them; an all-reduce sends them without rounding."""
-    sent = [part.coordinates.clone() for part in parts.values()]
-    if outcome.sent is not None:
-        outcome.sent(sent)
-    return sent
+        return f"LowRankMean({self._inner!r})"
 
 
 def _leave(parts: Mapping[str, _Part], sent: Sequence[Tensor], sign: float) -> None:
     """Subtract what was sent from the residuals; a sign of -1 adds it back."""
     for part, coordinates in zip(parts.values(), sent, strict=True):
-        if part.total is not None:
-            part.subtract(part.total, sign * coordinates)
+        part.subtract(part.total, sign * coordinates)
 
 
 def _write_sent(parts: Mapping[str, _Part], sent: Sequence[Tensor], targets: list[Tensor]) -> None:
     for part, coordinates, target in zip(parts.values(), sent, targets, strict=True):
         target.zero_()
-        if part.total is not None:
-            part.subtract(target, -coordinates)
+        part.subtract(target, -coordinates)

@@ -68,10 +68,11 @@ def _parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
 
 
 def _broadcast(module: nn.Module, channel: Channel) -> None:
-    """Copy rank 0's parameters and buffers to all ranks."""
+    """Copy rank 0's parameters and buffers to all ranks, which no step's counters are to show."""
+    first = dist.get_global_rank(channel.group, 0)
     for tensor in (*module.parameters(), *module.buffers()):
         there = tensor.detach().to(channel.device).contiguous()
-        channel.broadcast(there, 0)
+        dist.broadcast(there, first, group=channel.group)
         tensor.data.copy_(there)
 
 
@@ -95,7 +96,7 @@ class OptimizerHook:
         self._release.append(release)
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether this hook is installed on a module. A deep copy of the module has the same hooks, which do nothing."""
+        """Whether this hook is installed on a module. On a deep copy of the module the same hooks do nothing."""
         return bool(self._handles) and module is self._module
 
     def install(self, model: nn.Module, inner: nn.Module) -> None:

@@ -21,6 +21,7 @@ from thinwire.codec.selection import Selection
 from thinwire.exchange.base import Dense, Exchange
 from thinwire.exchange.channel import Channel, LocalChannel, OwnGroups, agreed
 from thinwire.exchange.choose import NAMES, choose_exchange
+from thinwire.exchange.gather import Gather
 from thinwire.exchange.low_rank import LowRankMean
 from thinwire.exchange.scatter_reduce import ScatterReduce
 from thinwire.link.autotune import FIRST, AdaptiveAgreement, Autotuner
@@ -140,11 +141,7 @@ def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[s
     check_types(parameters)
     wanted = FIRST.exchange if options.auto else options.exchange
     if isinstance(codec.selection, LowRank):
-        if wanted is not None:
-            raise ValueError("LowRank brings its own exchange: leave exchange out")
-        return _Parts(
-            codec, LowRankMean({name: p.shape for name, p in parameters.items()}), _low_rank_why(codec, sizes)
-        )
+        return _low_rank_parts(parameters, codec, wanted, channel.world)
     if wanted is None:
         return _Parts(codec, *choose_exchange(codec, sizes, channel.world))
     if isinstance(wanted, Exchange):
@@ -154,9 +151,19 @@ def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[s
     return _Parts(codec, NAMES[wanted](), "as asked")
 
 
-def _low_rank_why(codec: Codec, sizes: Mapping[str, int]) -> str:
-    kilobytes = codec.selection.expected(sum(sizes.values()), 0) * codec.values.bits / 8e3
-    return f"low-rank: all-gather of coordinates, about {kilobytes:,.0f} kB a step from each rank to every other"
+def _low_rank_parts(
+    parameters: Mapping[str, Tensor], codec: Codec, wanted: Exchange | str | None, world: int
+) -> _Parts:
+    """The parts of a low-rank link. From three ranks on ScatterReduce moves fewer bytes than Gather."""
+    if wanted not in (None, "gather", "scatter-reduce"):
+        raise ValueError(f'LowRank takes exchange="gather" or "scatter-reduce", not {wanted!r}')
+    gathers = wanted == "gather" or (wanted is None and world <= 2)
+    inner: Exchange = Gather() if gathers else ScatterReduce()
+    numbers = codec.selection.expected(sum(p.numel() for p in parameters.values()), 0)
+    kilobytes = numbers * codec.values.bits / 8e3 * (world - 1 if gathers else 2 * (world - 1) / world)
+    way = "gather" if gathers else "scatter-reduce"
+    why = f"low-rank coordinates by {way}, about {kilobytes:,.0f} kB a step and rank"
+    return _Parts(codec, LowRankMean(inner, {name: p.shape for name, p in parameters.items()}), why)
 
 
 def _agreement(parts: _Parts, channel: Channel, sizes: dict[str, int]) -> AdaptiveAgreement | None:

@@ -2,8 +2,8 @@
 
 The residual is a sum of gradients times the loss scale. When the learning rate rises, it is multiplied by
 lr_old / lr_new, so that lr x residual stays constant; when the loss scale changes, by scale_new / scale_old. When the
-learning rate falls, the residual stays as it is: multiplied by lr_old / lr_new it would grow without bound as a schedule
-approaches zero, and clipping would act on every step.
+learning rate falls, the residual stays as it is: multiplied by lr_old / lr_new it would grow without bound as a
+schedule approaches zero, and clipping would act on every step.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
 """Updates: the parameters that all ranks share, and what this rank's optimizer changed since they were last equal.
 
 In the update domain every rank runs the user's optimizer on its own gradient. `shared` holds the parameters that all
-ranks agree on, bit for bit. A rank's residual is the sum of its own changes that were not sent yet. The forward pass of a
-training step runs at shared - residual (look-ahead), so that a rank's own changes are never late for itself. At all other
-times the model shows `shared`.
+ranks agree on, bit for bit. A rank's residual is the sum of its own changes that were not sent yet. The forward pass of
+a training step runs at shared - residual (look-ahead), so that a rank's own changes are never late for itself. At all
+other times the model shows `shared`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -57,8 +57,8 @@ PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
         lambda: Codec(Adaptive(Payload()), Bits(8)),
     ),
     "update": (
-        "For updates of any optimizer: low-rank projections of the matrices, 0.08 numbers per element in 2 bits.",
-        lambda: Codec(LowRank(0.08), Bits(2)),
+        "For updates of any optimizer: low-rank projections of the matrices, 0.15 numbers per element in 2 bits.",
+        lambda: Codec(LowRank(0.15), Bits(2)),
     ),
     "rotate": (
         "For updates of any optimizer: sends a rotating 8 % of the entries in 2 bits; the positions take no bytes.",

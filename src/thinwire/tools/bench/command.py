@@ -3,6 +3,7 @@
 The benchmarks are imported inside the functions, because they import torch and `--help` must answer at once.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from thinwire.tools.options import JsonFile
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
 _SERVER_PARTS = ("phases", "stragglers", "policies")
+_FIDELITY_PARTS = ("rates", "seeds", "long", "many")
 _UDP_PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 
 Rate = Annotated[str, typer.Option(help="Rate of every link: 500mbit; none leaves it unlimited.")]
@@ -117,3 +119,22 @@ def udp_command(
     from thinwire.tools.bench.udp import run
 
     return run(_parts(only, _UDP_PARTS), rate, _listed(loss), steps, seconds, fuzzed, json_file)
+
+
+@app.command("fidelity")
+def fidelity_command(
+    folder: Annotated[Path, typer.Option(help="Folder of finished runs, which are not repeated.")] = Path(
+        "results/fidelity"
+    ),
+    only: Annotated[
+        str, typer.Option(help=f"Parts to run: {', '.join(_FIDELITY_PARTS)}; none only prints the tables.")
+    ] = ",".join(_FIDELITY_PARTS),
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated; all by default.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Simulations at a time, one thread each.")] = 2,
+    json_file: JsonFile = None,
+) -> int:
+    """Compare the loss of a small GPT with AdamW between methods, by exact simulation of all ranks."""
+    from thinwire.tools.bench.fidelity import METHODS, run
+
+    parts = [] if only == "none" else _parts(only, _FIDELITY_PARTS)
+    return run(folder, parts, _listed(methods) if methods else METHODS, jobs, json_file)

@@ -1,0 +1,152 @@
+"""LowRank: coordinates in a basis that all ranks share; what they do not express stays in the residual."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import thinwire as tw
+from tests.cluster import Cluster
+from thinwire import _native
+from thinwire.codec.low_rank import Basis, LowRank, matrix_shape
+from thinwire.exchange.base import Bucket, Exchange
+from thinwire.exchange.channel import Channel, checksum
+from thinwire.exchange.gather import Gather
+from thinwire.exchange.low_rank import LowRankMean
+from thinwire.exchange.scatter_reduce import ScatterReduce
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "w": (60, 40),
+    "conv": (16, 8, 3, 3),
+    "bias": (60,),
+    "tiny": (1, 1),
+    "wide": (4, 900),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(rank=st.integers(1, 12), extra=st.integers(0, 60), seed=st.integers(0, 2**31), dependent=st.booleans())
+def test_bases_are_orthonormal(rank: int, extra: int, seed: int, dependent: bool) -> None:
+    length = rank + extra
+    vectors = torch.randn(rank, length, generator=torch.Generator().manual_seed(seed))
+    if dependent and rank > 1:
+        vectors[-1] = 3.0 * vectors[0]
+        vectors[0] *= 1e-30
+    _native.orthonormalise(vectors.data_ptr(), rank, length, seed)
+    assert torch.allclose(vectors @ vectors.T, torch.eye(rank), atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 40), columns=st.integers(1, 5000), rank=st.integers(1, 9), seed=st.integers(0, 2**31))
+def test_products_are_those_of_matrices(rows: int, columns: int, rank: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(rank, rows, generator=generator), torch.randn(rank, columns, generator=generator)
+    out = torch.full((rows, columns), torch.nan)
+    _native.set_low_rank(out.data_ptr(), rows, columns, rank, left.data_ptr(), right.data_ptr())
+    one_by_one = torch.zeros(rows, columns)
+    for k in range(rank):
+        one_by_one = one_by_one + left[k].unsqueeze(1) * right[k]
+    assert torch.equal(out, one_by_one)
+
+
+def test_ranks() -> None:
+    assert LowRank(0.08).rank(128, 512) == 16 and LowRank(0.08).rank(128, 128) == 10
+    assert LowRank(0.5, max_rank=8).rank(1000, 1000) == 8
+    assert LowRank(0.01).rank(30, 30) == 1
+    assert LowRank(0.15).rank(1, 500) == 0 and LowRank(1.0).rank(10, 10) == 0
+    assert matrix_shape((16, 8, 3, 3)) == (16, 72) and matrix_shape((7,)) == (7, 1) and matrix_shape(()) == (1, 1)
+    for wrong in (0.0, 1.5):
+        try:
+            LowRank(wrong)
+        except ValueError as error:
+            assert "a density must lie in (0, 1]" in str(error)
+        else:
+            raise AssertionError(wrong)
+
+
+def test_repeated_projections_find_a_matrix_of_low_rank() -> None:
+    """With error feedback a constant matrix of rank 3 arrives almost completely within a few exchanges."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(50, 3, generator=generator) @ torch.randn(3, 80, generator=generator)
+    basis, left, arrived = Basis.first("w", (50, 80), 4), matrix.clone().view(-1), torch.zeros(4000)
+    for _ in range(6):
+        coordinates, out = basis.project(left), torch.empty(4000)
+        basis.expand(coordinates, out)
+        basis.subtract(left, coordinates)
+        arrived += out
+        basis = basis.advanced(coordinates)
+    assert float((arrived - matrix.view(-1)).norm() / matrix.norm()) < 0.05
+    assert torch.allclose(arrived + left, matrix.view(-1), atol=1e-4)
+    assert basis.advanced(torch.zeros(basis.size)) is basis
+
+
+def changes(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator).flatten() for name, shape in SHAPES.items()}
+
+
+def exchanged(rank: int, inner: str) -> tuple[list[int], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Several exchanges; returns checksums of all means, the sums of changes and means, and the residuals."""
+    import torch.distributed as dist
+
+    codec = tw.Codec(LowRank(0.15), tw.Bits(2))
+    exchange: Exchange = LowRankMean(Gather() if inner == "gather" else ScatterReduce(), SHAPES)
+    channel = Channel(dist.distributed_c10d._get_default_group())
+    exchange.setup(channel, codec, {name: torch.Size(s).numel() for name, s in SHAPES.items()}, lambda members: [])
+    given_, applied, sums = changes(rank, 0), {n: torch.zeros(torch.Size(s).numel()) for n, s in SHAPES.items()}, []
+    given_ = {name: torch.zeros_like(t) for name, t in given_.items()}
+    for step in range(7):
+        mine = changes(rank, step)
+        hold = frozenset({"conv"}) if step == 3 and rank == 1 else frozenset()
+        outs = [torch.empty(t.numel()) for t in mine.values()]
+        bad = step == 4 and rank == 0
+        if bad:
+            mine["w"][5] = torch.inf
+        outcome = exchange.mean(Bucket(mine, outs, step, hold))
+        assert outcome.non_finite == ([0] if step == 4 else [])
+        if step == 5:  # all ranks skip this step: what was sent returns
+            assert outcome.undo is not None
+            outcome.undo()
+        for name, out in zip(mine, outs, strict=True):
+            given_[name] += 0.0 if name in hold or bad else mine[name]
+            if step not in (4, 5):
+                applied[name] += out
+        sums.append(0 if step == 4 else checksum(torch.cat(outs)))
+        if step == 2:  # a state that is loaded again changes nothing
+            exchange.load_state_dict(exchange.state_dict())
+    return sums, given_, applied, {name: codec.residuals(name)["residual"] for name in SHAPES}
+
+
+def test_nothing_is_lost_and_all_ranks_compute_the_same_bits(cluster: Cluster) -> None:
+    for inner, world in (("gather", 2), ("scatter-reduce", 3), ("scatter-reduce", 4)):
+        results = cluster.run(exchanged, world, inner)
+        assert all(result[0] == results[0][0] for result in results)
+        for name in SHAPES:
+            wanted = torch.stack([given_[name] for _, given_, _, _ in results]).mean(0)
+            kept = torch.stack([residual[name] for *_, residual in results]).mean(0)
+            assert torch.allclose(results[0][2][name] + kept, wanted, atol=2e-5), (inner, name)
+
+
+def test_saved_bases_are_checked() -> None:
+    exchange = LowRankMean(Gather(), SHAPES)
+    exchange.setup(_alone(), tw.Codec(LowRank(0.15), tw.Bits(2)), {}, lambda members: [])
+    state = exchange.state_dict()
+    assert set(state) == {"w", "conv", "wide"}
+    wrong: list[dict[str, Any]] = [{"b": {}}, {"w": {"vectors": torch.zeros(2, 2), "of_rows": True}}, {"w": 3}]
+    wrong.append({"w": {**state["w"], "vectors": state["w"]["vectors"] * torch.nan}})
+    for bad in wrong:
+        try:
+            exchange.load_state_dict(bad)
+        except ValueError as error:
+            assert "basis" in str(error)
+        else:
+            raise AssertionError(bad)
+    assert all(torch.equal(exchange.state_dict()[n]["vectors"], state[n]["vectors"]) for n in state)
+
+
+def _alone() -> Channel:
+    from thinwire.exchange.channel import LocalChannel
+
+    return LocalChannel()
