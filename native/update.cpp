@@ -1,4 +1,4 @@
-// The loops are simple enough for the compiler to vectorise; the copies for AVX2 compute the same bits.
+// The loops are simple enough for the compiler to vectorise; the copies for AVX2 and AVX-512 compute the same bits.
 #include "update.hpp"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GLIBC__)
-#define THINWIRE_CLONES __attribute__((target_clones("avx2", "default")))
+#define THINWIRE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define THINWIRE_CLONES
 #endif
@@ -36,7 +36,7 @@ inline bool accumulate_as(const float* shared, float* residual, const typename L
   return bad == 0;
 }
 
-// Each type has a function of its own, because the copies for AVX2 cannot be made of templates.
+// Each type has a function of its own, because such copies cannot be made of templates.
 THINWIRE_CLONES bool accumulate_float32(const float* s, float* r, const float* p, float decay, size_t n) {
   return accumulate_as<Dtype::float32>(s, r, p, decay, n);
 }
@@ -58,23 +58,31 @@ THINWIRE_CLONES void add_one(float* __restrict row, size_t n, float left, const 
   for (size_t j = 0; j < n; ++j) row[j] = row[j] + left * right[j];
 }
 
-// Four independent sums in a fixed order.
-double dot(const double* a, const double* b, size_t n) {
-  double sums[4] = {};
+// Independent sums in a fixed order, so that the result does not depend on the width of the machine's vectors.
+THINWIRE_CLONES double dot(const double* a, const double* b, size_t n) {
+  constexpr size_t kLanes = 16;
+  double sums[kLanes] = {};
   size_t i = 0;
-  for (; i + 4 <= n; i += 4)
-    for (size_t lane = 0; lane < 4; ++lane) sums[lane] += a[i + lane] * b[i + lane];
+  for (; i + kLanes <= n; i += kLanes)
+    for (size_t lane = 0; lane < kLanes; ++lane) sums[lane] += a[i + lane] * b[i + lane];
   for (; i < n; ++i) sums[0] += a[i] * b[i];
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (size_t half = kLanes / 2; half; half /= 2)
+    for (size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  return sums[0];
 }
 
-// Subtracts from `vector` its parts along `count` orthonormal vectors. The second round removes what rounding left.
+THINWIRE_CLONES void subtract(double* __restrict vector, const double* __restrict other, double part, size_t n) {
+  for (size_t i = 0; i < n; ++i) vector[i] -= part * other[i];
+}
+
+// Subtracts from `vector` its parts along `count` orthonormal vectors. If little is left, a second round removes what
+// rounding left of them.
 void remove_parts(double* vector, const double* basis, size_t count, size_t n) {
-  for (int round = 0; round < 2; ++round)
-    for (size_t k = 0; k < count; ++k) {
-      const double part = dot(vector, basis + k * n, n);
-      for (size_t i = 0; i < n; ++i) vector[i] -= part * basis[k * n + i];
-    }
+  const double before = dot(vector, vector, n);
+  for (int round = 0; round < 2; ++round) {
+    for (size_t k = 0; k < count; ++k) subtract(vector, basis + k * n, dot(vector, basis + k * n, n), n);
+    if (dot(vector, vector, n) > 0.01 * before) return;
+  }
 }
 
 bool normalise(double* vector, size_t n, double least) {

@@ -77,7 +77,7 @@ def attach(
     elif _is_sharded(inner) or (kind == "gradient" and not isinstance(inner, DistributedDataParallel)):
         raise TypeError(_refusal(inner))
     elif kind == "update":
-        link = attach_optimizer(model, inner, options)
+        link = attach_optimizer(model, inner, options, on_last_bucket)
     else:
         assert isinstance(inner, DistributedDataParallel)
         link = attach_ddp(inner, options, on_last_bucket)

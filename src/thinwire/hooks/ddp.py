@@ -52,12 +52,12 @@ class DDPHook:
         buffer = bucket.buffer()
         if self.link is None:
             return self.all_reduce(buffer, buffer.element_size())
+        if self.on_last_bucket is not None and bucket.is_last():
+            self.on_last_bucket()
         if self.local:
             kept: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             kept.set_result(buffer)
             return kept
-        if self.on_last_bucket is not None and bucket.is_last():
-            self.on_last_bucket()
         gradients = self._gradients(bucket)
         return self.link.submit(Job(buffer, gradients, bucket.index() == 0, bucket.is_last(), _ready(buffer)))
 

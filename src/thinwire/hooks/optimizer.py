@@ -26,7 +26,9 @@ from thinwire.link.updates import Updates
 Optimizer = torch.optim.Optimizer
 
 
-def attach_optimizer(model: nn.Module, inner: nn.Module, options: LinkOptions) -> Link:
+def attach_optimizer(
+    model: nn.Module, inner: nn.Module, options: LinkOptions, on_last_bucket: Callable[[], None] | None = None
+) -> Link:
     """Attach a link that exchanges updates. `inner` is the model without wrappers of torch.compile and Fabric."""
     ddp = inner if isinstance(inner, DistributedDataParallel) else None
     module: nn.Module = inner if ddp is None else ddp.module
@@ -48,7 +50,7 @@ def attach_optimizer(model: nn.Module, inner: nn.Module, options: LinkOptions) -
     hook.install(model, inner)
     if local is not None:
         hook.on_release(lambda: local.release(link))
-        local.link, local.local = link, True
+        local.link, local.local, local.on_last_bucket = link, True, on_last_bucket
     else:
         hook.average_buffers = True
     link.set_hook(lambda _: hook.remove(), updates=hook.updates)

@@ -92,7 +92,7 @@ class MethodTrainer:
         self.method = method
         self.model = DistributedDataParallel(cuda_convnet(), bucket_cap_mb=cap)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.link: Link | None = apply_method(self.model, method)
+        self.link: Link | None = apply_method(self.model, method, optimizer=self.optimizer)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.images = torch.randn(batch, 3, 32, 32, generator=generator)
         self.labels = torch.randint(0, 10, (batch,), generator=generator)

@@ -19,6 +19,7 @@ from thinwire.link.link import Link
 from thinwire.tune.presets import PRESETS, resolve_codec
 
 BASELINES = ("infinite", "dense", "fp16", "powersgd")
+UPDATES = ("update", "rotate")  # presets that compress updates of parameters instead of gradients
 
 
 def check_method(name: str) -> None:
@@ -58,11 +59,16 @@ def _timed(hook: Callable[..., Any], state: Any, on_last_bucket: Callable[[], No
 
 
 def apply_method(
-    model: DistributedDataParallel, name: str, *, on_last_bucket: Callable[[], None] | None = None
+    model: DistributedDataParallel,
+    name: str,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    on_last_bucket: Callable[[], None] | None = None,
 ) -> Link | None:
     """Install a method on a model and return its link, if it is one of thinwire's; `name+exchange` sets the exchange.
 
-    `on_last_bucket` is called when a backward pass has filled its last bucket.
+    `on_last_bucket` is called when a backward pass has filled its last bucket. Codecs compress gradients, whatever the
+    optimizer is, except for those in UPDATES, which compress what the optimizer changes.
     """
     if name in BASELINES:
         hook, state = _baseline(model, name)
@@ -72,7 +78,12 @@ def apply_method(
             model.register_comm_hook(state, hook)
         return None
     codec, _, exchange = name.partition("+")
-    return attach(model, codec, exchange=exchange or None, on_last_bucket=on_last_bucket)
+    options: dict[str, Any] = {"exchange": exchange or None, "on_last_bucket": on_last_bucket}
+    if codec not in UPDATES:
+        return attach(model, codec, **options)
+    if optimizer is None:
+        raise ValueError(f"the method {name} exchanges an optimizer's updates, and there is no optimizer here")
+    return attach(model, codec, optimizer=optimizer, domain="update", **options)
 
 
 def _baseline(model: DistributedDataParallel, name: str) -> tuple[Callable[..., Any], Any]:

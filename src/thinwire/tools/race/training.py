@@ -204,7 +204,7 @@ class Trainer:
         ours = applies_momentum(method)
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
         self.last_bucket = 0.0  # the time at which a backward pass filled it; the rest of the pass waits
-        self.link = apply_method(self.model, method, on_last_bucket=self._on_last_bucket)
+        self.link = apply_method(self.model, method, optimizer=self.optimizer, on_last_bucket=self._on_last_bucket)
         if self.link is not None and plan.diagnose:
             self.link.diagnose(every=plan.diagnose)
         self.order = DataOrder(len(splits.train), batch=plan.batch, workers=dist.get_world_size(), seed=seed)
@@ -264,11 +264,15 @@ class Trainer:
         self.optimizer.step()
         ended = time.perf_counter()
         self.wall += ended - began
-        waited = done - self.last_bucket
+        waited, apply = done - self.last_bucket, ended - done
         compress, density = 0.0, 1.0
         if self.link is not None:
             figures = self.link.stats()["last_step"]
-            compress, density = min(waited, figures["compress_seconds"] + figures["decode_seconds"]), figures["density"]
+            compress, density = figures["compress_seconds"] + figures["decode_seconds"], figures["density"]
+            if self.link.domain == "update":  # updates are exchanged inside of the optimizer's step
+                inside = min(apply, compress + figures["exchange_seconds"])
+                waited, apply = waited + inside, apply - inside
+            compress = min(waited, compress)
         sent, received = self.meter.read()
         return Step(
             step=step,
@@ -277,7 +281,7 @@ class Trainer:
             compute=self.last_bucket - began,
             compress=compress,
             exchange=waited - compress,
-            apply=ended - done,
+            apply=apply,
             bytes_sent=sent,
             bytes_received=received,
             loss=float(loss.detach()),
