@@ -9,6 +9,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint c
 
 race: $(VENV)/.installed
 	$(BIN)/thinwire race --report race.html --json race.json
+	$(BIN)/thinwire race gpt --methods dense,update --report race-gpt.html --json race-gpt.json
 
 test: lint pytest
 
@@ -50,4 +51,4 @@ $(VENV)/.installed-dev: $(SOURCES)
 	@touch $(VENV)/.installed $@
 
 clean:
-	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache race.html race.json
+	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache race.html race.json race-gpt.html race-gpt.json

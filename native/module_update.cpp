@@ -19,10 +19,12 @@ void bind_update(nb::module_& m) {
     nb::gil_scoped_release release;
     orthonormalise(at<float>(vectors), rank, length, seed);
   });
-  m.def("correct_adam", [](Address parameters, Address mean, Address square, size_t n, float lr, float mean_correction,
-                           float square_correction, float epsilon, float workers) {
+  // For each parameter: addresses of parameter, mean and square, elements, then the members of AdamStep.
+  using AdamArgs = std::tuple<Address, Address, Address, size_t, float, float, float, float>;
+  m.def("correct_adam", [](const std::vector<AdamArgs>& parameters, float workers) {
     nb::gil_scoped_release release;
-    correct_adam(at<float>(parameters), at<const float>(mean), at<const float>(square), n,
-                 {lr, mean_correction, square_correction, epsilon}, workers);
+    for (const auto& [p, mean, square, n, lr, mean_correction, square_correction, epsilon] : parameters)
+      correct_adam(at<float>(p), at<const float>(mean), at<const float>(square), n,
+                   {lr, mean_correction, square_correction, epsilon}, workers);
   });
 }

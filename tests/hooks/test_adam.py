@@ -51,9 +51,8 @@ def test_the_kernel_and_torch_operations_agree() -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": mean, "exp_avg_sq": square}
     one, other = torch.zeros(1003), torch.zeros(1003)
     group = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
-    adam._correct(one, state, group, WORKERS)
-    corrections = (1.0 - 0.9**3, 1.0 - 0.99**3)
-    adam.correct_adam(other, mean, square, 1e-2, corrections, 1e-8, WORKERS)
+    adam.correct_all([(one, state, group)], WORKERS)
+    adam.correct_adam(other, mean, square, 1e-2, 1.0 - 0.9**3, 1.0 - 0.99**3, 1e-8, WORKERS)
     assert torch.allclose(one, other, rtol=1e-4, atol=1e-9)
     assert bool(one.isfinite().all())
 

@@ -6,6 +6,7 @@ signal and v - m^2 the noise of one batch, so that the mean gradient has the sec
 correction moves the parameters to where that second moment would have led.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,32 +23,42 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
 @torch.no_grad()
 def correct_noise(optimizer: torch.optim.Optimizer, workers: int) -> None:
     """Correct the step that Adam or AdamW has just taken on this rank's gradient."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state.get(p, {})
-            if p.grad is not None and "exp_avg_sq" in state and float(state["step"]) > 0:
-                _correct(p, state, group, workers)
+    stepped = [
+        (p, state, group)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None and "exp_avg_sq" in (state := optimizer.state.get(p, {})) and float(state["step"]) > 0
+    ]
+    correct_all(stepped, workers)
 
 
-def _correct(p: Tensor, state: dict[str, Any], group: dict[str, Any], workers: int) -> None:
-    step, (beta1, beta2) = float(state["step"]), (float(beta) for beta in group["betas"])
-    mean, square = state["exp_avg"], state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    sign = -1.0 if group.get("maximize") else 1.0
-    lr, corrections = sign * float(group["lr"]), (1.0 - beta1**step, 1.0 - beta2**step)
-    plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in (p, mean, square))
-    if plain:
-        _native.correct_adam(
-            p.data_ptr(), mean.data_ptr(), square.data_ptr(), p.numel(), lr, *corrections, group["eps"], workers
-        )
-    else:
-        correct_adam(p, mean, square, lr, corrections, group["eps"], workers)
+def correct_all(stepped: Iterable[tuple[Tensor, dict[str, Any], dict[str, Any]]], workers: int) -> None:
+    """Correct parameters, given with their states and groups; the kernel takes those it can in one call."""
+    together = []
+    for p, state, group in stepped:
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        mean, square = state["exp_avg"], state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
+        lr = float(group["lr"]) * (-1.0 if group.get("maximize") else 1.0)
+        rest = (lr, 1.0 - float(beta1) ** step, 1.0 - float(beta2) ** step, group["eps"])
+        if all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (p, mean, square)):
+            together.append((p.data_ptr(), mean.data_ptr(), square.data_ptr(), p.numel(), *rest))
+        else:
+            correct_adam(p, mean, square, *rest, workers)
+    _native.correct_adam(together, workers)
 
 
 def correct_adam(
-    p: Tensor, mean: Tensor, square: Tensor, lr: float, corrections: tuple[float, float], eps: float, workers: int
+    p: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    lr: float,
+    mean_correction: float,
+    square_correction: float,
+    eps: float,
+    workers: int,
 ) -> None:
     """The kernel `correct_adam` in torch operations, for any device and type."""
-    m, v = mean.float() / corrections[0], square.float() / corrections[1]
+    m, v = mean.float() / mean_correction, square.float() / square_correction
     signal = torch.minimum(m * m, v)
     wanted = m / ((signal + (v - signal) / workers).sqrt() + eps)
     made = m / (v.sqrt() + eps)

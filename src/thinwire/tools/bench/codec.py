@@ -23,8 +23,9 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
+from thinwire.codec.feedback import Accumulated
 from thinwire.codec.frame import Frame, FrameReader
-from thinwire.codec.selection import Dynamic, Percentile, RandomK, Selection, StdDev, Threshold, TopK
+from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, Selection, StdDev, Threshold, TopK
 from thinwire.codec.values import Bits, Values
 from thinwire.tools.bench import progress_bar
 from thinwire.tools.options import verdict, write_json
@@ -72,7 +73,7 @@ def sampled_indices(x: Tensor, density: float) -> Tensor:
 
 DENSITIES = (0.1, 0.01, 0.001)
 PASSES = 2
-TIMINGS = len(DENSITIES) * PASSES * 12  # of one size, for the progress bar
+TIMINGS = len(DENSITIES) * PASSES * 14  # of one size, for the progress bar
 
 
 class Timing(NamedTuple):
@@ -153,6 +154,7 @@ def selections(bench: Bench, density: float) -> dict[str, Selection]:
         "StdDev": StdDev(value / float(x.double().std(correction=0))),
         "Dynamic": Dynamic(density, density),
         "RandomK": RandomK(density),
+        "Rotate": Rotate(density),
         # The rule is computed in full; its bounds then set the density of the row.
         "Adaptive": Adaptive(Affine(0.01, 1e8), floor=density, start=density, ceiling=density),
     }
@@ -243,7 +245,27 @@ def _candidates(bench: Bench, density: float) -> list[Candidate]:
     def decode() -> None:  # validates the frame and adds it to a gradient
         FrameReader(frames[0], [bench.n]).add_to([out], 0.5)
 
-    return [*candidates, Candidate("decode and add", decode, lambda: None, exact.sizes)]
+    return [*candidates, update_encoder(bench), Candidate("decode and add", decode, lambda: None, exact.sizes)]
+
+
+def update_encoder(bench: Bench) -> Candidate:
+    """Return the candidate that encodes an optimizer's update: shared and local parameters and the residual, by Rotate.
+
+    It is the update domain's whole work before sending with a share of 8 % and 2 bits, whatever the row's density.
+    """
+    codec = Codec(Rotate(0.08), Bits(2), Accumulated())
+    residual = codec.ensure_residuals("w", bench.saved)["residual"]
+    shared, local = bench.gradients
+    frames: list[Frame] = []
+
+    def run() -> None:
+        addresses = (shared.data_ptr(), residual.data_ptr(), local.data_ptr())
+        _native.accumulate_update(*addresses, 0, 1.0, bench.n)
+        frames[:] = [codec.encode({"w": residual})]
+
+    return Candidate(
+        "encode an update", run, lambda: residual.copy_(bench.saved), lambda: frame_sizes(frames[0], Bits(2))
+    )
 
 
 BARS_FOR = 25_000_000  # elements
@@ -283,6 +305,7 @@ def from_rows(rows: Iterable[CodecRow], n: int) -> list[Bar]:
         Bar("encode, StdDev", 3.5, ratio("encode StdDev"), "x the copy"),
         Bar("encode, Dynamic", 3.5, ratio("encode Dynamic"), "x the copy"),
         Bar("encode, Adaptive", 1.5, ratio("encode Adaptive") / ratio("encode TopK"), "x sampled TopK"),
+        Bar("encode an update, 8 %, 2 bits", 2.5, ratio("encode an update"), "x the copy"),
         Bar("decode and add one frame", 0.35, ratio("decode and add"), "x the copy"),
     ]
     for density in DENSITIES:

@@ -13,7 +13,7 @@ from thinwire.tools.options import JsonFile
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
 _SERVER_PARTS = ("phases", "stragglers", "policies")
-_FIDELITY_PARTS = ("rates", "seeds", "long", "many")
+_FIDELITY_PARTS = ("rates", "seeds", "long", "many", "translate")
 _UDP_PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 
 Rate = Annotated[str, typer.Option(help="Rate of every link: 500mbit; none leaves it unlimited.")]
@@ -128,13 +128,14 @@ def fidelity_command(
     ),
     only: Annotated[
         str, typer.Option(help=f"Parts to run: {', '.join(_FIDELITY_PARTS)}; none only prints the tables.")
-    ] = ",".join(_FIDELITY_PARTS),
+    ] = ",".join(_FIDELITY_PARTS[:-1]),
     methods: Annotated[str, typer.Option(help="Methods, comma-separated; all by default.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Simulations at a time, one thread each.")] = 2,
+    data: Annotated[Path | None, typer.Option(help="Folder of Multi30k, for the part translate.")] = None,
     json_file: JsonFile = None,
 ) -> int:
     """Compare the loss of a small GPT with AdamW between methods, by exact simulation of all ranks."""
     from thinwire.tools.bench.fidelity import METHODS, run
 
     parts = [] if only == "none" else _parts(only, _FIDELITY_PARTS)
-    return run(folder, parts, _listed(methods) if methods else METHODS, jobs, json_file)
+    return run(folder, parts, _listed(methods) if methods else METHODS, jobs, data, json_file)

@@ -36,13 +36,14 @@ METHODS = (
     "powersgd:4",
     "demo:0.01",
 )
-PARTS = ("rates", "seeds", "long", "many")
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
 DEMO_RATES = (3e-4, 1e-3, 2e-3, 4e-3)  # DeMo steps by signs, which are longer than Adam's steps
 WORKERS, MANY = 4, 16
 EVALUATED = 1024  # contexts of the validation text
 EVERY = 100  # steps between evaluations
+TRANSLATED = {"translate-transformer": (4, 0.7), "translate-layernorm": (2, 1.0)}  # epochs, and BLEU that may be lost
+STEPS_PER_EPOCH = 226  # of Multi30k's 29,000 sentences with four batches of 32
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class FidelityRun:
     steps: int
     workers: int
     seed: int
+    recipe: str = "gpt"
 
     @property
     def file(self) -> str:
         """The name of its file."""
         method = self.method.replace(":", "-")
+        method = method if self.recipe == "gpt" else f"{self.recipe}-{method}"
         return f"{method}-lr{self.lr:g}-{self.steps}x{self.workers}-seed{self.seed}.json"
 
 
@@ -90,24 +93,25 @@ class Results:
         for path in sorted(folder.glob("*.json")):
             row = json.loads(path.read_text())
             self.rows[FidelityRun(**row["run"])] = row
+        self.gpt = {run: row for run, row in self.rows.items() if run.recipe == "gpt"}
 
     def losses(self, method: str, steps: int, workers: int, lr: float | None = None) -> list[float]:
         """Final losses of a method, by seed; at one learning rate, or at all."""
         found = [
             (run.seed, row["loss"])
-            for run, row in self.rows.items()
+            for run, row in self.gpt.items()
             if (run.method, run.steps, run.workers) == (method, steps, workers) and lr in (None, run.lr)
         ]
         return [loss for _, loss in sorted(found)]
 
     def best_rate(self, method: str) -> float | None:
         """The learning rate with the lowest loss in the search over rates."""
-        found = [(row["loss"], run.lr) for run, row in self.rows.items() if run.method == method and run.steps == 800]
+        found = [(row["loss"], run.lr) for run, row in self.gpt.items() if run.method == method and run.steps == 800]
         return min(found)[1] if found else None
 
     def at_edge(self, method: str) -> float | None:
         """A learning rate beyond the best one, if no rate on that side of it was tried."""
-        rates = sorted({run.lr for run in self.rows if run.method == method and run.steps == 800})
+        rates = sorted({run.lr for run in self.gpt if run.method == method and run.steps == 800})
         best = self.best_rate(method)
         if best is None or len(rates) < 2 or best not in (rates[0], rates[-1]):
             return None
@@ -123,6 +127,12 @@ def wanted(part: str, methods: Sequence[str], results: Results) -> Iterator[Fide
             if (more := results.at_edge(method)) is not None:
                 yield FidelityRun(method, more, 800, WORKERS, 0)
             continue
+        if part == "translate":
+            for name, (epochs, _) in TRANSLATED.items() if method in ("dense", "update:update") else ():
+                rate = 1e-3 if name == "translate-transformer" else 2e-3
+                for seed in SEEDS[:2]:
+                    yield FidelityRun(method, rate, epochs * STEPS_PER_EPOCH, WORKERS, seed, name)
+            continue
         best, dense = results.best_rate(method), results.best_rate("dense")
         steps, workers = {"seeds": (1500, WORKERS), "long": (4000, WORKERS), "many": (1500, MANY)}[part]
         rates = [best, dense] if part == "seeds" and method.startswith("update") else [best]
@@ -131,14 +141,19 @@ def wanted(part: str, methods: Sequence[str], results: Results) -> Iterator[Fide
                 yield FidelityRun(method, rate, steps, workers, seed)
 
 
-def run(folder: Path, parts: Sequence[str], methods: Sequence[str], jobs: int, json_file: Path | None) -> int:
-    """Do what is missing, print the tables, write the figures, and return 1 if a bar was missed."""
+def run(
+    folder: Path, parts: Sequence[str], methods: Sequence[str], jobs: int, data: Path | None, json_file: Path | None
+) -> int:
+    """Do what is missing, print the tables, write the figures, and return 1 if a bar was missed.
+
+    data: the folder of Multi30k, for the part "translate".
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         for _ in range(2):  # the search over rates may ask for one more
             results = Results(folder)
             missing = [r for r in dict.fromkeys(wanted(part, methods, results)) if r not in results.rows]
-            _simulate_all(missing, folder, jobs)
+            _simulate_all(missing, folder, jobs, data)
     results = Results(folder)
     _show(results)
     rows = _bars(results)
@@ -146,13 +161,14 @@ def run(folder: Path, parts: Sequence[str], methods: Sequence[str], jobs: int, j
     return verdict(row["met"] for row in rows)
 
 
-def _simulate_all(missing: Sequence[FidelityRun], folder: Path, jobs: int) -> None:
+def _simulate_all(missing: Sequence[FidelityRun], folder: Path, jobs: int, data: Path | None) -> None:
     """FidelityRun simulations in processes of their own, several at a time; prints a line for each."""
     began, console = time.monotonic(), Console(stderr=True)
 
     def one(numbered: tuple[int, FidelityRun]) -> None:
         number, job = numbered
-        command = [sys.executable, "-m", "thinwire.tools.bench.fidelity", str(folder), json.dumps(asdict(job))]
+        arguments = [str(folder), json.dumps(asdict(job)), str(data or "")]
+        command = [sys.executable, "-m", "thinwire.tools.bench.fidelity", *arguments]
         done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -165,7 +181,7 @@ def _simulate_all(missing: Sequence[FidelityRun], folder: Path, jobs: int) -> No
         list(pool.map(one, enumerate(missing)))
 
 
-def simulate(job: FidelityRun, folder: Path) -> dict[str, Any]:
+def simulate(job: FidelityRun, folder: Path, data: Path | None = None) -> dict[str, Any]:
     """Train, and write the result to the folder."""
     import torch
 
@@ -174,22 +190,23 @@ def simulate(job: FidelityRun, folder: Path) -> dict[str, Any]:
     from thinwire.tools.simulate.ranks import training
 
     torch.set_num_threads(1)
-    recipe = get_recipe("gpt")
-    splits = recipe.load(None)
+    torch.manual_seed(job.seed)  # of dropout
+    recipe = get_recipe(job.recipe)
+    splits = recipe.load(data if job.recipe != "gpt" else None)
+    every, samples = (EVERY, EVALUATED) if job.recipe == "gpt" else (job.steps, None)
     workers = 1 if job.method == "alone" else job.workers
     order = DataOrder(len(splits.train), batch=recipe.defaults.batch, workers=job.workers, seed=job.seed)
     trained = training(job.method, recipe, seed=job.seed, workers=job.workers, lr=job.lr, steps=job.steps)
     began, curve = time.monotonic(), []
     for step in range(job.steps):
         trained.step([splits.train.batch(order.at(step, rank)) for rank in range(workers)])
-        if (step + 1) % EVERY == 0 or step + 1 == job.steps:
-            curve.append([step + 1, recipe.evaluate(trained.model, splits.test, EVALUATED)])
+        if (step + 1) % every == 0 or step + 1 == job.steps:
+            curve.append([step + 1, recipe.evaluate(trained.model, splits.test, samples)])
             if not math.isfinite(curve[-1][1]):
                 break
-    loss = curve[-1][1] if math.isfinite(curve[-1][1]) else 99.0
     row = {
         "run": asdict(job),
-        "loss": loss,
+        recipe.metric: curve[-1][1] if math.isfinite(curve[-1][1]) else 99.0,
         "curve": [[step, round(value, 5)] for step, value in curve if math.isfinite(value)],
         "bits": trained.bits,
         "seconds": round(time.monotonic() - began),
@@ -203,12 +220,16 @@ def simulate(job: FidelityRun, folder: Path) -> dict[str, Any]:
 
 
 def _show(results: Results) -> None:
-    for steps, workers in sorted({(r.steps, r.workers) for r in results.rows}):
-        table = Table(title=f"GPT, AdamW, {steps:,} steps, {workers} workers", box=SIMPLE, pad_edge=False)
-        for column in ("method", "rate", "loss", "seeds", "against dense", "bits sent per element and step"):
+    for steps, workers in sorted({(r.steps, r.workers) for r in results.gpt}):
+        table = Table(
+            title=f"GPT, AdamW, {steps:,} steps, {workers} workers; bits sent per element and step",
+            box=SIMPLE,
+            pad_edge=False,
+        )
+        for column in ("method", "rate", "loss", "seeds", "to dense", "bits"):
             table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
         dense = _dense(results, steps, workers)
-        here = [r for r in results.rows if (r.steps, r.workers) == (steps, workers)]
+        here = [r for r in results.gpt if (r.steps, r.workers) == (steps, workers)]
         for method, lr in sorted({(r.method, r.lr) for r in here}):
             losses = results.losses(method, steps, workers, lr)
             bits = next(results.rows[r]["bits"] for r in here if (r.method, r.lr) == (method, lr))
@@ -239,8 +260,23 @@ def _bars(results: Results) -> list[dict[str, Any]]:
         word = "met   " if met else "MISSED"
         Console().print(f"{word} {bar.what}: {above:+.1%} (bar {bar.limit:+.0%})", highlight=False)
         rows.append({"what": bar.what, "above_dense": above, "limit": bar.limit, "seeds": len(losses), "met": met})
+    return rows + _translated(results)
+
+
+def _translated(results: Results) -> list[dict[str, Any]]:
+    """The bars of translation: the mean BLEU over seeds against dense training."""
+    rows: list[dict[str, Any]] = []
+    for recipe, (epochs, most) in TRANSLATED.items():
+        found = {(r.method, r.seed): row["bleu"] for r, row in results.rows.items() if r.recipe == recipe}
+        seeds = [seed for method, seed in found if method == "dense" and ("update:update", seed) in found]
+        if not seeds:
+            continue
+        lost = statistics.mean(found["dense", seed] - found["update:update", seed] for seed in seeds)
+        what, met = f"{recipe}, {epochs} epochs: BLEU lost", lost <= most
+        Console().print(f"{'met   ' if met else 'MISSED'} {what}: {lost:.2f} (bar {most})", highlight=False)
+        rows.append({"what": what, "bleu_lost": lost, "limit": most, "seeds": len(seeds), "met": met})
     return rows
 
 
 if __name__ == "__main__":
-    simulate(FidelityRun(**json.loads(sys.argv[2])), Path(sys.argv[1]))
+    simulate(FidelityRun(**json.loads(sys.argv[2])), Path(sys.argv[1]), Path(sys.argv[3]) if sys.argv[3] else None)

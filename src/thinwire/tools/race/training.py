@@ -267,7 +267,9 @@ class Trainer:
         waited, apply = done - self.last_bucket, ended - done
         compress, density = 0.0, 1.0
         if self.link is not None:
-            figures = self.link.stats()["last_step"]
+            figures = self.link.last_step.report(
+                dist.get_world_size()
+            )  # stats() would also compute the residual's norm
             compress, density = figures["compress_seconds"] + figures["decode_seconds"], figures["density"]
             if self.link.domain == "update":  # updates are exchanged inside of the optimizer's step
                 inside = min(apply, compress + figures["exchange_seconds"])
