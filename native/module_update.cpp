@@ -4,10 +4,11 @@
 
 void bind_update(nb::module_& m) {
   m.def("accumulate_update",
-        [](Address shared, Address residual, Address local, int dtype, float decay, size_t n) {
+        [](Address shared, Address residual, const ArrayArgs& local, float ahead, float decay) {
           nb::gil_scoped_release release;
-          return accumulate_update(at<const float>(shared), at<float>(residual), at<const void>(local), Dtype(dtype),
-                                   decay, n);
+          const auto& [data, dtype, n] = local;
+          return accumulate_update(at<const float>(shared), at<float>(residual), {at<const void>(data), Dtype(dtype)},
+                                   ahead, decay, n);
         });
   m.def("set_low_rank",
         [](Address out, size_t rows, size_t columns, size_t rank, Address left, Address right) {

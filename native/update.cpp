@@ -22,12 +22,12 @@ inline float rounded(float x) {
 }
 
 template <Dtype D>
-inline bool accumulate_as(const float* shared, float* residual, const typename Load<D>::type* local, float decay,
-                          size_t n) {
+inline bool accumulate_as(const float* shared, float* residual, const typename Load<D>::type* local, float ahead,
+                          float decay, size_t n) {
   uint32_t bad = 0;
   for (size_t i = 0; i < n; ++i) {
     const float r = residual[i];
-    const float change = rounded<D>(shared[i] - r) - Load<D>::at(local, i);
+    const float change = rounded<D>(shared[i] - r * ahead) - Load<D>::at(local, i);
     const bool finite = magnitude_bits(change) < 0x7f800000u;
     bad |= !finite;
     const float sum = saturate(r * decay + change);  // a decay of 1 leaves the product exact
@@ -37,14 +37,15 @@ inline bool accumulate_as(const float* shared, float* residual, const typename L
 }
 
 // Each type has a function of its own, because such copies cannot be made of templates.
-THINWIRE_CLONES bool accumulate_float32(const float* s, float* r, const float* p, float decay, size_t n) {
-  return accumulate_as<Dtype::float32>(s, r, p, decay, n);
+THINWIRE_CLONES bool accumulate_float32(const float* s, float* r, const float* p, float ahead, float decay, size_t n) {
+  return accumulate_as<Dtype::float32>(s, r, p, ahead, decay, n);
 }
-bool accumulate_float16(const float* s, float* r, const uint16_t* p, float decay, size_t n) {
-  return accumulate_as<Dtype::float16>(s, r, p, decay, n);
+bool accumulate_float16(const float* s, float* r, const uint16_t* p, float ahead, float decay, size_t n) {
+  return accumulate_as<Dtype::float16>(s, r, p, ahead, decay, n);
 }
-THINWIRE_CLONES bool accumulate_bfloat16(const float* s, float* r, const uint16_t* p, float decay, size_t n) {
-  return accumulate_as<Dtype::bfloat16>(s, r, p, decay, n);
+THINWIRE_CLONES bool accumulate_bfloat16(const float* s, float* r, const uint16_t* p, float ahead, float decay,
+                                         size_t n) {
+  return accumulate_as<Dtype::bfloat16>(s, r, p, ahead, decay, n);
 }
 
 // row[j] += left[k] * right[k][j] for four k, in their order.
@@ -94,12 +95,12 @@ bool normalise(double* vector, size_t n, double least) {
 
 }  // namespace
 
-bool accumulate_update(const float* shared, float* residual, const void* local, Dtype dtype, float decay, size_t n) {
-  const auto* half = static_cast<const uint16_t*>(local);
-  switch (dtype) {
-    case Dtype::float16: return accumulate_float16(shared, residual, half, decay, n);
-    case Dtype::bfloat16: return accumulate_bfloat16(shared, residual, half, decay, n);
-    default: return accumulate_float32(shared, residual, static_cast<const float*>(local), decay, n);
+bool accumulate_update(const float* shared, float* residual, Parameters local, float ahead, float decay, size_t n) {
+  const auto* half = static_cast<const uint16_t*>(local.data);
+  switch (local.dtype) {
+    case Dtype::float16: return accumulate_float16(shared, residual, half, ahead, decay, n);
+    case Dtype::bfloat16: return accumulate_bfloat16(shared, residual, half, ahead, decay, n);
+    default: return accumulate_float32(shared, residual, static_cast<const float*>(local.data), ahead, decay, n);
   }
 }
 

@@ -5,9 +5,13 @@
 namespace thinwire {
 
 // Adds to the residual what an optimizer step changed: residual = decay * residual + (start - local), where the step
-// began at start = shared - residual in the type of the local parameters. An element whose change is not finite keeps
-// its residual. Returns whether all changes were finite.
-bool accumulate_update(const float* shared, float* residual, const void* local, Dtype dtype, float decay, size_t n);
+// began at start = shared - ahead * residual in the type of the local parameters. An element whose change is not finite
+// keeps its residual. Returns whether all changes were finite.
+struct Parameters {
+  const void* data;
+  Dtype dtype;
+};
+bool accumulate_update(const float* shared, float* residual, Parameters local, float ahead, float decay, size_t n);
 
 // Sets out, a matrix of rows x columns, to the sum of `rank` outer products left[k] right[k], added in the order of k.
 // All machines compute the same bits.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
-from thinwire.codec.feedback import Accumulated
+from thinwire.codec.feedback import Accumulated, array_args
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, Selection, StdDev, Threshold, TopK
 from thinwire.codec.values import Bits, Values
@@ -259,8 +259,7 @@ def update_encoder(bench: Bench) -> Candidate:
     frames: list[Frame] = []
 
     def run() -> None:
-        addresses = (shared.data_ptr(), residual.data_ptr(), local.data_ptr())
-        _native.accumulate_update(*addresses, 0, 1.0, bench.n)
+        _native.accumulate_update(shared.data_ptr(), residual.data_ptr(), array_args(local), 1.0, 1.0)
         frames[:] = [codec.encode({"w": residual})]
 
     return Candidate(

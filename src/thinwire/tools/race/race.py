@@ -16,6 +16,7 @@ from thinwire.tools.events import EventLog, RunLog, read_log
 from thinwire.tools.lab.units import parse_loss
 from thinwire.tools.options import listed
 from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
+from thinwire.tools.race.methods import UPDATES
 from thinwire.tools.race.served import ServedWork
 from thinwire.tools.race.train import MethodResult, ServedTraining, describe_run
 from thinwire.tools.race.training import Plan, Work
@@ -72,6 +73,7 @@ class Result:
             return f"Not worth it {where}: the best compressed method, {best.name}, {gain}; stay with dense."
         codec, _, exchange = best.name.partition("+")
         setting = f"{codec!r}, exchange={exchange!r}" if exchange else f"{codec!r}"
+        setting += ", optimizer=optimizer" if codec in UPDATES else ""
         sooner = f"{best.speedup:.1f}x sooner than dense" if best.speedup else "and dense does not"
         said = f"Worth it {where}: {best.name} reaches {goal} {sooner}"
         return f"{said}; use thinwire.attach(model, {setting})."
