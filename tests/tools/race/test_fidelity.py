@@ -1,0 +1,137 @@
+"""`thinwire bench fidelity`: the simulated ranks are the real ones to the bit, and the bars are judged by its files."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import thinwire as tw
+from tests.cluster import Cluster
+from tests.link import jobs
+from thinwire.link import updates
+from thinwire.tools.bench import fidelity
+from thinwire.tools.bench.fidelity import FidelityRun, Results
+from thinwire.tools.recipes.recipe import Batch, Defaults, Optimizer, Recipe, Splits
+from thinwire.tools.simulate.ranks import training
+
+STEPS = 5
+
+
+def adamw(parameters: Any, lr: float, momentum: float) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, betas=(momentum, 0.99))
+
+
+def no_data(folder: Path | None) -> Splits:
+    raise AssertionError("the test makes its own batches")
+
+
+def recipe() -> Recipe:
+    return Recipe(
+        "net",
+        description="",
+        data="",
+        model=jobs.Net,
+        load=no_data,
+        make_optimizer=adamw,
+        clip=1.0,
+        defaults=Defaults(batch=16, lr=3e-3, momentum=0.9, epochs=1, target=1.0),
+    )
+
+
+def real(rank: int, codec: str) -> list[int]:
+    """What ranks with a network between them compute."""
+    updates.BUCKET_ELEMENTS = 1 << 23
+    made = recipe()
+    model = DDP(made.build(3))
+    optimizer = made.optimizer(model)
+    with tw.attach(model, codec, optimizer=optimizer):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            made.loss(model, jobs.batch(rank, step)).backward()
+            made.clip_gradients(model)
+            optimizer.step()
+    return jobs.digest(model.module)
+
+
+def batches(step: int, workers: int) -> list[Batch]:
+    return [jobs.batch(rank, step) for rank in range(workers)]
+
+
+@pytest.mark.parametrize("codec", ["update", "rotate"])
+def test_simulated_updates_are_the_real_ones_to_the_bit(cluster: Cluster, codec: str) -> None:
+    found = cluster.run(real, 3, codec)
+    with _one_thread():
+        simulated = training(f"update:{codec}", recipe(), seed=3, workers=3, lr=3e-3, steps=STEPS)
+        for step in range(STEPS):
+            simulated.step(batches(step, 3))
+    assert found == [jobs.digest(simulated.model)] * 3
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let one thread compute matrix products, as in the test's ranks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "method", ["dense", "alone", "gradient:topk1", "powersgd:2", "demo:0.05", "update:lowrank=0.2"]
+)
+def test_every_method_learns(method: str) -> None:
+    untrained = jobs.accuracy(jobs.Net())
+    trained = training(method, recipe(), seed=0, workers=3, lr=3e-3, steps=40)
+    for step in range(40):
+        trained.step(batches(step, 1 if method == "alone" else 3))
+    assert jobs.accuracy(trained.model) > untrained + 0.1
+    dense = 64 * 2 / 3
+    assert trained.bits == dense if method == "dense" else trained.bits < dense / 3
+
+
+def test_unknown_methods_are_refused() -> None:
+    with pytest.raises(ValueError, match="there is no method 'ring'; there are dense, alone"):
+        training("ring", recipe(), seed=0, workers=2, lr=0.1, steps=1)
+
+
+def write(folder: Path, run: FidelityRun, loss: float) -> None:
+    row = {"run": vars(run), "loss": loss, "curve": [[run.steps, loss]], "bits": 0.5}
+    (folder / run.file).write_text(json.dumps(row))
+
+
+def test_parts_build_on_each_other_and_bars_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = ("dense", "update:update")
+    missing = list(fidelity.wanted("rates", methods, Results(tmp_path)))
+    assert len(missing) == 8 and not list(fidelity.wanted("seeds", methods, Results(tmp_path)))
+    for run in missing:
+        best = 4e-3 if run.method == "dense" else 1.6e-2
+        write(tmp_path, run, 1.5 + abs(run.lr - best))
+    results = Results(tmp_path)
+    assert results.best_rate("dense") == 4e-3 and results.at_edge("dense") is None
+    assert results.at_edge("update:update") == 3.2e-2  # the best rate is the largest: one more is tried
+    assert FidelityRun("update:update", 3.2e-2, 800, 4, 0) in list(fidelity.wanted("rates", methods, results))
+    seeds = list(fidelity.wanted("seeds", methods, results))
+    assert len(seeds) == 9  # three seeds: dense, updates at their own best rate and at dense training's
+    for run in seeds:
+        write(tmp_path, run, 1.0 if run.method == "dense" else 1.02 if run.lr == 1.6e-2 else 1.2)
+    assert fidelity.run(tmp_path, [], methods, 1, None, None) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "met 1,500 steps, each at its best rate: +2.0% (bar +3%)" in shown
+    assert "MISSED 1,500 steps, at dense training's best rate: +20.0% (bar +5%)" in shown
+    assert "open 4,000 steps: its runs are missing" in shown
+
+
+def test_a_run_writes_its_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "EVALUATED", 4)
+    run = FidelityRun("dense", 1e-3, 2, 2, 0)
+    row = fidelity.simulate(run, tmp_path)
+    assert Results(tmp_path).rows == {run: json.loads((tmp_path / run.file).read_text())}
+    assert row["curve"][-1][0] == 2 and 3.0 < row["loss"] < 6.0
+    assert [path.name for path in tmp_path.iterdir()] == [run.file]
