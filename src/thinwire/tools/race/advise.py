@@ -143,7 +143,7 @@ def _caveat(rows: Sequence[Prediction], best: Prediction, optimizer: str) -> str
     if optimizer:
         return (
             f" Compressing gradients trains worse with {optimizer}, so that these methods are not recommended: "
-            "thinwire.attach(model, optimizer=optimizer) exchanges updates instead, which this forecast does not cover; "
+            "thinwire.attach(model, optimizer=optimizer) exchanges updates instead, which this forecast leaves out; "
             "thinwire race --methods dense,update measures it."
         )
     faster = [row.method for row in rows if row.method not in TRAINED and row.seconds < 0.97 * best.seconds]
