@@ -1,7 +1,7 @@
 """Membership: which workers take part in the training, how they join, and when the server evicts them.
 
 Until training begins, workers wait for each other. After that a worker joins at once. The server evicts a worker after
-`timeout` seconds without a message, and after `stall` seconds in which it alone holds up all others.
+`timeout` seconds without a message, and after `stall` seconds without progress in which others wait for it.
 """
 
 import logging
@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Clock
@@ -20,6 +20,7 @@ from thinwire.transport.base import Buffer, Listener, Peer
 
 log = logging.getLogger("thinwire.server")
 
+T = TypeVar("T")
 CheckHello = Callable[[Message], Applicant]
 # How many departed workers' accepted steps are remembered, so that a returning one restores only what was lost; and
 # how many integers that may take.
@@ -48,7 +49,7 @@ class Member:
     pending: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: step, in full
     unanswered: set[int] = field(default_factory=set)  # parts whose pulls have no reply yet
     replied: dict[tuple[int, int], int] = field(default_factory=dict)  # by (layer, part): the step of the last reply
-    blocking_since: float | None = None  # since when all other workers wait for it
+    blocking_since: float | None = None  # since when other workers wait for it
     received: int = 0  # bytes
     sent: int = 0  # bytes
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -96,6 +97,7 @@ class Membership:
         self.joined = self.left = 0
         self._last_session = secrets.randbits(30)  # random, so that a restarted server does not reuse a number
         self._refused: dict[Peer, None] = {}  # recently
+        self._stalled: dict[int, None] = {}  # sessions that were ended for lack of progress, recently
         self.started = False
         self.left_at = self._checked = self.started_at = time.monotonic()
 
@@ -186,28 +188,28 @@ class Membership:
 
     # Leaving
 
-    def evict_silent(self, heard: set[Peer]) -> None:
-        """Evict members without a message for too long, and one that all others have waited for too long.
+    def evict_silent(self, heard: set[Peer], now: float) -> None:
+        """Evict members without a message for too long, and those that others have waited for too long.
 
         heard: peers with new messages.
         """
-        now = time.monotonic()
         for member in self.active.values():
             if member.peer in heard:  # noted before messages are handled, which may take long
                 member.heard = now
         if now - self._checked < min(0.25, self._timeout / 8):
             return
         self._checked = now
-        blocking, evicted = self.clock.blocking(), []
+        blocking, evicted, stalled = self.clock.blocking(), [], f"it has made no progress for {self._stall:g} s"
         for member in self.active.values():
-            if member.session != blocking:
+            if member.session not in blocking:
                 member.blocking_since = None
             elif member.blocking_since is None:
                 member.blocking_since = now
             if now - member.heard > self._timeout:
                 evicted.append((member, f"no message of it has arrived for {self._timeout:g} s"))
             elif member.blocking_since is not None and now - member.blocking_since > self._stall:
-                evicted.append((member, f"it has made no progress for {self._stall:g} s while all others wait for it"))
+                evicted.append((member, f"{stalled} while others wait for it"))
+                _remember(self._stalled, member.session)
         for member, reason in evicted:
             self.evict(member, reason)
         longest = max(self._timeout, _WAITING_TIMEOUT)
@@ -245,9 +247,7 @@ class Membership:
         """Tell a peer what is wrong with its message, and end its session."""
         short = " ".join(str(error).split())[:300]
         if peer not in self._refused:  # logged once per peer, so that nobody can fill the log
-            self._refused[peer] = None
-            while len(self._refused) > MOST_WORKERS:
-                self._refused.pop(next(iter(self._refused)))
+            _remember(self._refused, peer)
             sender = "an unknown peer" if member is None else member.label
             log.warning("the server refuses a message of %s: %s", sender, short)
         session = member.session if member is not None else 0
@@ -258,8 +258,14 @@ class Membership:
             self.listener.forget(peer)
 
     def ask_to_rejoin(self, peer: Peer, session: int, reason: str) -> None:
-        """Tell a peer that its session is unknown or over, so that it sends HELLO again."""
-        self.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason))
+        """Tell a peer that its session is unknown or over, so that it sends HELLO again.
+
+        A worker that was evicted for lack of progress is told to compute its step first: if it joined at once, the
+        others would wait for it again.
+        """
+        later = session in self._stalled
+        reason = "it made no progress while others waited for it" if later else reason
+        self.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason, later=later))
         if self.by_peer(peer) is None:
             self.listener.forget(peer)
 
@@ -304,3 +310,10 @@ class Membership:
                     remaining.discard(peer)
                 elif peer not in remaining:
                     send(peer, with_json(MessageKind.STOP, message.session, reason=reason))
+
+
+def _remember(recent: dict[T, None], key: T) -> None:
+    """Add a key, and forget the oldest ones beyond the number of workers."""
+    recent[key] = None
+    while len(recent) > MOST_WORKERS:
+        recent.pop(next(iter(recent)))

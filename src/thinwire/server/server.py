@@ -54,7 +54,7 @@ class Server:
     recipe: workers with another recipe are refused. cut: the largest number of elements in a part; None chooses it.
     window: the largest number of bytes in flight to or from one worker.
     timeout: the server evicts a worker after so many seconds without a message. stall: and after so many seconds
-        without progress while all others wait for it.
+        without progress while others wait for it.
     checkpoint: folder; the server writes to it every `save_every` steps, and resumes from it if it has a checkpoint.
     tell: sent to every worker that joins, as `Worker.tell`; its `push` is their codec if they choose none.
     on_step: called with the server after every step that is complete in all layers.
@@ -224,7 +224,7 @@ class Server:
 
     def _turn(self, timeout: float) -> None:
         arrived = self.membership.listener.poll(timeout)
-        self.membership.evict_silent({peer for peer, _ in arrived})
+        self.membership.evict_silent({peer for peer, _ in arrived}, time.monotonic())
         if self._resumed_at:  # workers that come back later join then
             self.membership.start_late()
         self.membership.evict_unreachable()
