@@ -104,16 +104,16 @@ def test_a_checkpoint_with_invalid_content_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_saved_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "one.partial").mkdir()
-    with pytest.raises(StudyError, match=r"cannot write .*one\.json \(Is a directory\): make room"):
+    (tmp_path / "one.json.partial").mkdir()
+    with pytest.raises(StudyError, match=r"cannot write .*one\.json \(is a directory\): make room"):
         save_json({}, tmp_path / "one.json")
 
     def full(out: object) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file\nmore")
 
-    with pytest.raises(StudyError, match=r"cannot write .*two\.pt \(PytorchStreamWriter failed writing file\)"):
+    with pytest.raises(StudyError, match=r"cannot write .*two\.pt \(PytorchStreamWriter failed writing file more\)"):
         save(tmp_path / "two.pt", full)
-    assert not (tmp_path / "two.partial").exists() and not (tmp_path / "two.pt").exists()
+    assert not (tmp_path / "two.pt.partial").exists() and not (tmp_path / "two.pt").exists()
 
 
 def test_files_record_their_provenance_and_the_result_lists_it_once(tmp_path: Path) -> None:
