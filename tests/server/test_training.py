@@ -204,7 +204,9 @@ def test_two_workers_that_hang_but_send_heartbeats_are_evicted() -> None:
 
     with serving(server) as address:
         for slot in range(3):
-            threads.start(lambda slot=slot: train(address, slot, codec=DENSE, each=hang if slot else lambda worker: None))
+            threads.start(
+                lambda slot=slot: train(address, slot, codec=DENSE, each=hang if slot else lambda worker: None)
+            )
         try:
             assert until(lambda: server.clock.step >= 6)
             assert server.membership.left == 2  # they do not join again before they continue

@@ -17,7 +17,7 @@ from torch import nn
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import Selection
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
-from thinwire.server.checkpoint import load_checkpoint, save_checkpoint
+from thinwire.server.checkpoint import CheckpointWriter, load_checkpoint
 from thinwire.server.dispatch import MessageDispatcher, OnFigures
 from thinwire.server.layout import Buffers, Layout, cut_for
 from thinwire.server.membership import Member, Membership
@@ -98,11 +98,12 @@ class Server:
         self.bound = {"bsp": 0, "ssp": bound, "async": None}[mode]
         self.timeout, self._save_every = timeout, save_every
         self._buffers = Buffers(model)
-        self._folder = Path(checkpoint) if checkpoint is not None else None
+        folder = Path(checkpoint) if checkpoint is not None else None
+        self._checkpoint = CheckpointWriter(folder) if folder is not None else None
         self._aggregator = Aggregator(model, optimizer, self.layout, reduce)
         state: dict[str, Any] = {"step": 0, "accepted_steps": {}, "extra": {}}
-        if self._folder is not None:
-            state = load_checkpoint(self._folder, model, optimizer, self.layout.cut) or state
+        if folder is not None:
+            state = load_checkpoint(folder, model, optimizer, self.layout.cut) or state
         self._last_step = self._resumed_at = int(state["step"])
         if self._resumed_at:
             log.info("the server resumes at step %d", self._resumed_at)
@@ -152,11 +153,11 @@ class Server:
 
     def save(self) -> bool:
         """Write a checkpoint now; return False if there is no folder for it or it cannot be written."""
-        if self._folder is None:
+        if self._checkpoint is None:
             return False
         figures = {"step": max(self.clock.lowest), "accepted_steps": self.membership.all_accepted_steps()}
         figures |= {"cut": self.layout.cut, "extra": self.extra}
-        return save_checkpoint(self._folder, self.model, self.optimizer, figures)
+        return self._checkpoint.save(self.model, self.optimizer, figures)
 
     def waiting(self) -> Waiting | None:
         """Return what the server waits for and how long it has, or None if it waits for nothing. Any thread may ask.

@@ -29,7 +29,7 @@ from thinwire.server.server import Mode, Server
 from thinwire.server.worker import Worker
 from thinwire.tools.events import Eval, Step
 from thinwire.tools.race.profile import Profiler
-from thinwire.tools.race.training import Emit, Plan, optional_path, printing
+from thinwire.tools.race.training import Emit, Plan, optional_path, print_warnings, printing
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
 from thinwire.transport.addresses import connect, listen
@@ -260,6 +260,7 @@ def main() -> None:
     """Run one process of the training that the command line holds as JSON."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    print_warnings("thinwire.server.checkpoint")
     served, rank = ServedWork.from_json(sys.argv[1]), int(os.environ["RANK"])
     address = f"{served.settings.transport}://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
