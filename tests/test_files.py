@@ -77,7 +77,7 @@ def test_a_changed_or_cut_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         if at == len(whole) - 1:
             continue  # the last byte only ends the line
-        with pytest.raises(DamagedFileError, match="file (does not match its|has no) checksum"), open_checked(path):
+        with pytest.raises(DamagedFileError, match=r"file (does not match its|has no) checksum"), open_checked(path):
             pass
     for size in (0, 5, len(whole) - 1):
         path.write_bytes(whole[:size])

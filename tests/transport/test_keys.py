@@ -79,6 +79,14 @@ def test_unknown_keys_are_refused_and_logged(
     connection.close()
 
 
+def test_unknown_keys_do_not_fill_the_log(listener: TcpListener, caplog: pytest.LogCaptureFixture) -> None:
+    assert listener._authenticator is not None
+    with caplog.at_level(logging.INFO, "thinwire.transport"):
+        for i in range(300):
+            assert not listener._authenticator.callback("thinwire", b"%040d" % i)
+    assert caplog.text.count("Refused a worker: its public key") == 10
+
+
 def test_a_worker_refuses_a_server_with_another_key(listener: TcpListener, tmp_path: Path) -> None:
     (other,) = create_keys(tmp_path / "other", ["left"])
     assert "its key is not the one" in error_of(listener, connect(listener.address, keys=other))

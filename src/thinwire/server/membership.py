@@ -138,11 +138,14 @@ class Membership:
                 self.send_outside(peer, before.welcome)  # its HELLO was repeated before it was answered
                 return
             self.leave(before, keep_connection=before.peer == peer)
-        if len(self.active) + len(self.waiting) >= MOST_WORKERS:
+        if len(self.active) + len(self.waiting) >= MOST_WORKERS and applicant.token not in self.waiting:
             raise MessageError(f"the server has {MOST_WORKERS} workers already")
+        self.listener.keep(peer)
         if self.started:
             self._admit(peer, applicant)
             return
+        if (waiting := self.waiting.get(applicant.token)) is not None and waiting[0] != peer:
+            self.listener.forget(waiting[0])
         self.waiting[applicant.token] = peer, applicant, time.monotonic()
         self.send_outside(peer, Message(MessageKind.HEARTBEAT))  # shows the worker that the server is alive
         if len(self.waiting) >= self._expect:
@@ -155,7 +158,12 @@ class Membership:
 
     def withdraw(self, peer: Peer) -> None:
         """Remove a worker that leaves while it waits for the start."""
-        self.waiting = {token: each for token, each in self.waiting.items() if each[0] != peer}
+        self._stop_waiting(lambda each: each[0] == peer)
+
+    def _stop_waiting(self, gone: Callable[[tuple[Peer, Applicant, float]], bool]) -> None:
+        for token, each in [(token, each) for token, each in self.waiting.items() if gone(each)]:
+            del self.waiting[token]
+            self.listener.forget(each[0])
 
     def _start(self) -> None:
         self.started, self.started_at = True, time.monotonic()
@@ -213,7 +221,7 @@ class Membership:
         for member, reason in evicted:
             self.evict(member, reason)
         longest = max(self._timeout, _WAITING_TIMEOUT)
-        self.waiting = {token: each for token, each in self.waiting.items() if now - each[2] <= longest}
+        self._stop_waiting(lambda each: now - each[2] > longest)
 
     def evict_unreachable(self) -> None:
         """Evict members to which a message could not be sent."""
