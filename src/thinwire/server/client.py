@@ -18,7 +18,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import MessageError, ServerError, ThinwireError
 from thinwire.server.layout import Buffers
-from thinwire.server.protocol import STALENESS, Message, MessageKind, Session, Waiting, parse, with_json
+from thinwire.server.protocol import STALENESS, Message, MessageKind, Session, Waiting, parse, read_figures, with_json
 from thinwire.server.replicas import LocalParameters, SentShards, check_on_loss
 from thinwire.server.schedule import Request
 from thinwire.server.timings import WorkerTimings
@@ -325,11 +325,13 @@ class Client:
         self._submit(pull, session)
 
     def report(self, figures: dict[str, Any]) -> None:
-        """Send figures of a step to the server."""
+        """Send figures of a step to the server; ValueError if it would refuse them."""
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+        if (session := self.state.session) is not None:
+            read_figures(with_json(MessageKind.HEARTBEAT, 0, **plain), len(session.layout.layers))
 
         def send() -> None:
             if self.state.session is not None and self.state.stopped is None:
-                plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
                 self._send(with_json(MessageKind.HEARTBEAT, self.state.session.number, **plain))
 
         self._submit(send)

@@ -17,6 +17,7 @@ from thinwire.server.aggregate import Clock
 from thinwire.server.protocol import MOST_WORKERS, Applicant, Counter, Message, MessageKind, parse, with_json
 from thinwire.server.schedule import Pool, Staleness
 from thinwire.transport.base import Buffer, Listener, Peer
+from thinwire.transport.limits import LogLimit
 
 log = logging.getLogger("thinwire.server")
 
@@ -31,6 +32,29 @@ _RECENT = 20
 _WAITING_TIMEOUT = 6.0
 
 
+# Reports of figures that a worker may send: at once, in each second, and for each step that it has pushed.
+_REPORTS, _REPORTS_PER_SECOND, _REPORTS_PER_STEP = 100.0, 10.0, 2.0
+
+
+class Allowance:
+    """How many reports of figures a worker may still send. Each one is handled and may be logged."""
+
+    def __init__(self, now: float) -> None:
+        self._left, self._at = _REPORTS, now
+        self.warned = False
+
+    def earn(self) -> None:
+        """Note that the worker has pushed a step."""
+        self._left = min(_REPORTS, self._left + _REPORTS_PER_STEP)
+
+    def take(self, now: float) -> bool:
+        """Return whether the worker may send a report now, and count it."""
+        self._left, self._at = min(_REPORTS, self._left + _REPORTS_PER_SECOND * (now - self._at)), now
+        allowed = self._left >= 1.0
+        self._left -= allowed
+        return allowed
+
+
 @dataclass
 class Member:
     """One worker that takes part in the training."""
@@ -43,6 +67,7 @@ class Member:
     pool: Pool
     heard: float  # when its last message arrived (time.monotonic)
     since: float  # when it joined
+    allowance: Allowance
     accepted_steps: list[int] | None = None  # of its session before, as its WELCOME message said
     welcome: Message | None = None  # sent again if it repeats its HELLO before anything else
     counter: Counter = field(default_factory=Counter)
@@ -97,6 +122,7 @@ class Membership:
         self.joined = self.left = 0
         self._last_session = secrets.randbits(30)  # random, so that a restarted server does not reuse a number
         self._refused: dict[Peer, None] = {}  # recently
+        self._refusals = LogLimit(log, logging.WARNING)
         self._stalled: dict[int, None] = {}  # sessions that were ended for lack of progress, recently
         self.started = False
         self.left_at = self._checked = self.started_at = time.monotonic()
@@ -178,7 +204,7 @@ class Membership:
         first, slot = self.clock.join(session), self._free_slot(applicant.slot)
         pool = Pool(self._terms["policy"], Staleness.at_start(self._layers, 1), self._terms["window"])
         now = time.monotonic()
-        member = Member(peer, session, slot, token, applicant.name, pool, now, now)
+        member = Member(peer, session, slot, token, applicant.name, pool, now, now, Allowance(now))
         member.accepted_steps = self.accepted_steps.pop(token, None)
         self.active[session] = member
         self.joined += 1
@@ -257,7 +283,7 @@ class Membership:
         if peer not in self._refused:  # logged once per peer, so that nobody can fill the log
             _remember(self._refused, peer)
             sender = "an unknown peer" if member is None else member.label
-            log.warning("the server refuses a message of %s: %s", sender, short)
+            self._refusals.say(time.monotonic(), "the server refuses a message of %s: %s", sender, short)
         session = member.session if member is not None else 0
         self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
         if member is not None:

@@ -21,7 +21,7 @@ from thinwire.server.checkpoint import CheckpointWriter, load_checkpoint
 from thinwire.server.dispatch import MessageDispatcher, OnFigures
 from thinwire.server.layout import Buffers, Layout, cut_for
 from thinwire.server.membership import Member, Membership
-from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, server_codec
+from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, check_timeout, server_codec
 from thinwire.server.replicas import LossyReplicas, Replicas, check_on_loss
 from thinwire.server.schedule import check_policy
 from thinwire.transport.addresses import listen
@@ -88,6 +88,7 @@ class Server:
         if mode not in ("bsp", "ssp", "async"):
             raise ValueError(f'mode is "bsp", "ssp" or "async", not {mode!r}')
         check_policy(policy)
+        check_timeout(timeout)
         if expect < 1 or save_every < 1:
             raise ValueError(f"expect and save_every count from 1, not {expect} and {save_every}")
         self.model, self.optimizer, self.mode = model, optimizer, mode
