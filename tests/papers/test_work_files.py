@@ -131,6 +131,23 @@ def test_files_record_their_provenance_and_the_result_lists_it_once(tmp_path: Pa
     assert made["version"].endswith("; thinwire 0") and made["date"].startswith("2020-01-02; 20")
 
 
+def test_a_checkpoint_with_a_flipped_bit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = simulation()
+    monkeypatch.setattr("papers.simulation.SAVE_SECONDS", 0.0)
+
+    def interrupt(curve: Curve, step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(tmp_path, interrupt)
+    data = bytearray((tmp_path / "run.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "run.pt").write_bytes(data)
+    with pytest.raises(StudyError, match=r"run\.pt is damaged \(run\.pt does not match its checksum\): delete it"):
+        run.run(tmp_path)
+
+
 def test_a_checkpoint_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The description of a run in version 0.1 had other class names."""
     run = simulation()
