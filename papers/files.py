@@ -1,6 +1,5 @@
 """The files of a study: finished work that is reused, and the result as JSON, page, picture and docs/results.md."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ import torch
 import thinwire
 from papers import SCALES, STUDIES
 from papers.study import MADE, Study, StudyError, claim_rows
+from thinwire import files
 from thinwire.tools.observe import describe_machine, now
 from thinwire.tools.recipes.recipe import Splits
 from thinwire.tools.report.markup import replace_file, write_study_page
@@ -59,19 +59,12 @@ def merge_provenance(files: Iterable[dict[str, Any]]) -> dict[str, str]:
     return merged
 
 
-def save(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def save(path: Path, write: Callable[[IO[bytes]], object], *, checksum: bool = False) -> None:
     """Write a file atomically: it is complete and on the disk before it takes its name."""
-    partial = path.with_suffix(".partial")
     try:
-        with partial.open("wb") as out:
-            write(out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, path)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        files.replace_file(path, write, checksum=checksum)
+    except (OSError, RuntimeError) as error:
+        why = files.explain(path, error)
         raise StudyError(f"cannot write {path} ({why}): make room, or choose another folder by --work") from error
 
 

@@ -26,7 +26,8 @@ from papers.study import StudyError
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection
 from thinwire.codec.frame import Frame, read_frames
-from thinwire.errors import ThinwireError
+from thinwire.errors import DamagedFileError, ThinwireError
+from thinwire.files import open_checked
 from thinwire.tools.recipes.metric import reaches
 from thinwire.tools.recipes.recipe import DataOrder, Recipe, Split, Splits, classify
 
@@ -387,14 +388,18 @@ class Simulation:
     def _save(self, cluster: Cluster, curve: Curve, totals: Totals, checkpoint: Path) -> None:
         texts = {"curve": json.dumps(asdict(curve)), "since": json.dumps(asdict(totals))}
         state = {"described": self.described(), "cluster": cluster.state_dict(), **texts}
-        save(checkpoint, lambda out: torch.save(state, out))
+        save(checkpoint, lambda out: torch.save(state, out), checksum=True)
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint; {} if it is missing or foreign. Those of 0.2.0 have no checksum and are read all the same."""
     try:
-        state = torch.load(path, weights_only=True)
+        with open_checked(path, required=False) as (file, _):
+            state = torch.load(file, weights_only=True)
     except FileNotFoundError:
         return {}
+    except DamagedFileError as error:
+        raise StudyError(f"{path} is damaged ({error}): delete it to start the run again") from error
     except OSError as error:
         raise StudyError(f"cannot read {path} ({error.strerror}): make it readable, or delete it") from error
     except Exception:  # torch raises many kinds for files that it did not write

@@ -1,8 +1,12 @@
 """Tests that need what pip cannot install: they skip where it is missing, and fail there if CI is "true"."""
 
+import contextlib
 import functools
 import os
 import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -37,6 +41,18 @@ def missing(reason: str) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI must offer everything that the tests need, but {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """Mount a disk of this size at a path while the block runs; skip or fail the test where that is not allowed."""
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True).returncode:
+        missing("this process may not mount a small disk")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
 
 
 def _why_no_lab(what: str) -> str | None:

@@ -32,6 +32,10 @@ class LogError(ThinwireError):
     """An event log cannot be read or written."""
 
 
+class DamagedFileError(ThinwireError, ValueError):
+    """A file does not match its checksum, or has none."""
+
+
 class MessageError(ThinwireError, ValueError):
     """A message between server and worker that is malformed, or not allowed in the present state."""
 

@@ -1,12 +1,19 @@
 """Failures: a peer that dies, hangs or errs raises on the others, naming rank and step; divergence is found."""
 
+import contextlib
+import datetime
 import os
+import signal
+import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import thinwire as tw
 from tests.cluster import Cluster
@@ -42,6 +49,38 @@ def test_a_lost_peer_raises_on_the_others(cluster: Cluster, fault: str, timeout:
         assert f"LinkError: rank {rank}, step 7: the exchange failed; no sign of rank 2: " in message
         assert kind == "RuntimeError"  # what autograd makes of an error in a hook
         assert seconds < 30.0
+
+
+def killed(rank: int, victim: int, port: int, slow: float, folder: str) -> None:
+    """The victim dies at step 3 and rank 1 comes late to it; rank 0 hosts the store, and ends as soon as it can."""
+    limit = datetime.timedelta(seconds=60)
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
+    model = jobs.make()
+    tw.attach(model, 0.05, exchange="gather")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    jobs.train(model, rank, range(3), optimizer)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(slow if rank == 1 else 0.0)
+    try:
+        jobs.train(model, rank, range(3, 5), optimizer)
+    except Exception as error:
+        Path(folder, str(rank)).write_text(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("victim", "slow"), [(2, 6.0), (0, 0.0)], ids=["a rank", "the host"])
+def test_every_rank_names_the_rank_that_was_killed_and_no_other(victim: int, slow: float, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with contextlib.closing(Cluster()) as fresh:
+        fresh.run(killed, 4, victim, port, slow, str(tmp_path), timeout=0, died=True)
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(said) == {"0", "1", "2", "3"} - {str(victim)}
+    for rank, message in said.items():
+        assert f"rank {rank}, step 3: the exchange failed; no sign of rank {victim}: " in message
 
 
 def errs(rank: int) -> tuple[str, str]:

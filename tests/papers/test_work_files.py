@@ -104,16 +104,16 @@ def test_a_checkpoint_with_invalid_content_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_saved_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "one.partial").mkdir()
-    with pytest.raises(StudyError, match=r"cannot write .*one\.json \(Is a directory\): make room"):
+    (tmp_path / "one.json.partial").mkdir()
+    with pytest.raises(StudyError, match=r"cannot write .*one\.json \(is a directory\): make room"):
         save_json({}, tmp_path / "one.json")
 
     def full(out: object) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file\nmore")
 
-    with pytest.raises(StudyError, match=r"cannot write .*two\.pt \(PytorchStreamWriter failed writing file\)"):
+    with pytest.raises(StudyError, match=r"cannot write .*two\.pt \(PytorchStreamWriter failed writing file more\)"):
         save(tmp_path / "two.pt", full)
-    assert not (tmp_path / "two.partial").exists() and not (tmp_path / "two.pt").exists()
+    assert not (tmp_path / "two.pt.partial").exists() and not (tmp_path / "two.pt").exists()
 
 
 def test_files_record_their_provenance_and_the_result_lists_it_once(tmp_path: Path) -> None:
@@ -129,6 +129,23 @@ def test_files_record_their_provenance_and_the_result_lists_it_once(tmp_path: Pa
     (tmp_path / "part-one.json").write_text(json.dumps(content))
     made = workspace.made()
     assert made["version"].endswith("; thinwire 0") and made["date"].startswith("2020-01-02; 20")
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = simulation()
+    monkeypatch.setattr("papers.simulation.SAVE_SECONDS", 0.0)
+
+    def interrupt(curve: Curve, step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(tmp_path, interrupt)
+    data = bytearray((tmp_path / "run.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "run.pt").write_bytes(data)
+    with pytest.raises(StudyError, match=r"run\.pt is damaged \(run\.pt does not match its checksum\): delete it"):
+        run.run(tmp_path)
 
 
 def test_a_checkpoint_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,28 @@ def test_any_order_of_joins_and_pushes_is_consistent(actions: list[Any], bound: 
         assert all((p, c) in done for _, p, c in room.counted if c < room.clock.step)
 
 
+def test_all_workers_that_owe_the_lowest_step_block_once_another_waits() -> None:
+    clock = Clock(1, 0)
+    for session in (1, 2, 3):
+        clock.join(session)
+    assert clock.blocking() == set()  # nobody is ahead
+    clock.push(3, 0, 0)
+    assert clock.blocking() == {1, 2}
+    clock.push(1, 0, 0)
+    assert clock.blocking() == {2}
+    stale = Clock(1, 1)
+    for session in (1, 2, 3):
+        stale.join(session)
+    stale.push(3, 0, 0)
+    assert stale.blocking() == set()  # the bound lets it continue
+    stale.push(3, 0, 1)
+    assert stale.blocking() == {1, 2}
+    free = Clock(1, None)
+    free.join(1), free.join(2)
+    free.push(1, 0, 0)
+    assert free.blocking() == set()
+
+
 def test_pushes_out_of_turn_or_ahead_of_the_bound_are_refused() -> None:
     clock = Clock(1, 1)
     clock.join(1), clock.join(2)

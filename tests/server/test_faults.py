@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.needs import missing, needs
+from tests.needs import needs, small_disk
 from tests.server.processes import Processes, processes, serve, trouble, work
 from tests.server.serving import Ones, Threads, serving
 from tests.server.test_sessions import train_ones
@@ -178,38 +179,38 @@ def test_a_checkpoint_that_cannot_be_written_is_reported(tmp_path: Path, caplog:
     with serving(server, max_steps=5) as address:
         train_ones(address)
     assert {-float(v) for p in model.parameters() for v in p.detach().view(-1)} == {5.0}
-    assert caplog.text.count("cannot write the checkpoint") == 3  # at 2, at 4, and in the end
+    assert caplog.text.count("cannot write the server's checkpoint") == 1  # at 2, and not again at 4 and in the end
 
 
-def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("mended", [False, True], ids=["stays full", "is mended"])
+def test_a_full_disk_is_reported_once_and_the_last_checkpoint_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mended: bool
 ) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        missing("this process may not mount a small disk")
-    try:
+    with small_disk(tmp_path / "disk", "64k") as disk:
         model = Ones()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
         def fill(server: Server) -> None:
             if server.clock.step == 3:
                 (disk / "filler").write_bytes(bytes(40_000))
+            elif mended and server.clock.step == 7:
+                (disk / "filler").unlink()
 
         options: dict[str, Any] = {"reduce": "sum", "codec": None, "checkpoint": disk, "save_every": 2}
         server = Server(model, optimizer, on_step=fill, **options)
-        with serving(server, max_steps=5) as address:
+        with serving(server, max_steps=9) as address:
             train_ones(address)
-        assert server.clock.step == 5
-        assert "No space left on device" in caplog.text or "cannot write the checkpoint" in caplog.text
-        assert sorted(path.name for path in disk.iterdir()) == ["filler", "server.pt"]
+        assert server.clock.step == 9
+        said = [record.getMessage() for record in caplog.records if record.name == "thinwire.server.checkpoint"]
+        wanted = rf"cannot write .*server\.pt \(no space left on device on the disk {disk}: the file needs at least "
+        assert re.match(wanted + r"[\d,]+ bytes, [\d,]+ are free\): training goes on", said[0])
+        assert said[1:] == ([f"the server's checkpoint {disk / 'server.pt'} can be written again"] if mended else [])
+        left = {path.name for path in disk.iterdir()}
+        assert left == ({"server.pt"} if mended else {"filler", "server.pt"})
         fresh = Ones()
         resumed = Server(fresh, torch.optim.SGD(fresh.parameters(), lr=1.0), **options)
-        assert resumed.clock.step == 2
-        assert {-float(v) for p in fresh.parameters() for v in p.detach().view(-1)} == {2.0}
-    finally:
-        subprocess.run(["umount", disk], check=True)
+        assert resumed.clock.step == (9 if mended else 2)
+        assert {-float(v) for p in fresh.parameters() for v in p.detach().view(-1)} == {float(resumed.clock.step)}
 
 
 def test_serve_writes_a_checkpoint_on_sigterm(tmp_path: Path) -> None:

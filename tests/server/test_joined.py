@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.server.serving import Threads, serving
 from thinwire.errors import ServerCheckpointError
-from thinwire.server.checkpoint import load_checkpoint, save_checkpoint
+from thinwire.server.checkpoint import CheckpointWriter, load_checkpoint, stored_step
 from thinwire.server.layout import Layout
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
@@ -129,12 +129,49 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_with_advice(tmp_path: Pat
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     path, cut = tmp_path / "server.pt", Layout.of(net, 0).cut
-    assert save_checkpoint(tmp_path, net, optimizer, {"cut": cut, "step": 3, "accepted_steps": {}, "extra": {}})
+    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": cut, "step": 3, "accepted_steps": {}, "extra": {}})
     found = load_checkpoint(tmp_path, net, optimizer, cut)
     assert found is not None and found["step"] == 3
     state = torch.load(path, weights_only=True)
     for version in (1, 2):
         torch.save({**state, "version": version}, path)
-        advice = f"it has version {version}, this thinwire reads version 3\\): finish this training with the thinwire"
+        advice = f"it has version {version}, this thinwire reads version 4\\): finish this training with the thinwire"
         with pytest.raises(ServerCheckpointError, match=advice):
             load_checkpoint(tmp_path, net, optimizer, cut)
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+    """Any bit: of the weights, which torch does not verify, of the archive's directory, or of the checksum itself."""
+    net = nn.Linear(40, 40)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    path = tmp_path / "server.pt"
+    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": 0, "step": 3, "accepted_steps": {}, "extra": {}})
+    whole, weights = path.read_bytes(), net.weight.detach().clone()
+    middle = whole.index(weights.numpy().tobytes()) + 3000
+    for at in (middle, 100, len(whole) - 300, len(whole) - 40, len(whole) - 75):
+        changed = bytearray(whole)
+        changed[at] ^= 4
+        path.write_bytes(changed)
+        with pytest.raises(ServerCheckpointError, match=r"server\.pt is damaged|server\.pt cannot be used"):
+            load_checkpoint(tmp_path, net, optimizer, 0)
+        assert torch.equal(net.weight, weights)
+        assert stored_step(tmp_path) == 0
+    path.write_bytes(whole[:-90])
+    with pytest.raises(ServerCheckpointError, match=r"server\.pt is damaged|server\.pt cannot be used"):
+        load_checkpoint(tmp_path, net, optimizer, 0)
+
+
+def test_a_checkpoint_of_0_2_0_without_a_checksum_loads_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": 0, "step": 3, "accepted_steps": {}, "extra": {}})
+    state = torch.load(tmp_path / "server.pt", weights_only=True)
+    torch.save({**state, "version": 3}, tmp_path / "server.pt")
+    found = load_checkpoint(tmp_path, net, optimizer, 0)
+    assert found is not None and found["step"] == 3
+    assert "has no checksum, because thinwire 0.2.0 wrote it" in caplog.text
+    torch.save(state, tmp_path / "server.pt")
+    with pytest.raises(ServerCheckpointError, match=r"is damaged \(it has lost the checksum that version 4 has"):
+        load_checkpoint(tmp_path, net, optimizer, 0)

@@ -99,6 +99,8 @@ TERMS: dict[str, Any] = {
         {"window": 0},
         {"cut": -1},
         {"timeout": 0},
+        {"timeout": 1e-9},
+        {"timeout": 1e8},
         {"timeout": 10**400},
         {"timeout": "x"},
         {"accepted_steps": [1, "x"]},

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -114,6 +114,75 @@ BAD: dict[str, Callable[[int, int], Message]] = {
     "figures": lambda s, c: Message(MessageKind.HEARTBEAT, s, body=b'{"step": 1' + b"0" * 400 + b"}"),
     "buffers": lambda s, c: Message(MessageKind.BUFFERS, s, body=b"123"),
 }
+
+
+BAD_FIGURES = {
+    "infinite": b'{"loss": 1e999}',
+    "huge": b'{"bytes": 1' + b"0" * 300 + b"}",
+    "a long text": b'{"loss": "' + b"x" * 500_000 + b'"}',
+    "a text": b'{"loss": "' + b"x" * 100 + b'"}',
+    "a long name": b'{"' + b"x" * 100 + b'": 1}',
+    "a name with control characters": b'{"\\u001b[2J": 1}',
+    "many": b"{" + b",".join(b'"n%d": 1' % i for i in range(100)) + b"}",
+    "a long list": b'{"waits": [' + b",".join([b"1"] * 1000) + b"]}",
+    "a nested list": b'{"waits": [[1]]}',
+    "an object": b'{"waits": {"a": 1}}',
+}
+
+
+@pytest.mark.parametrize("body", BAD_FIGURES.values(), ids=BAD_FIGURES)
+def test_figures_that_are_not_finite_numbers_or_too_long_are_refused(body: bytes) -> None:
+    seen: list[Any] = []
+    server = counting(on_figures=lambda member, figures: seen.append(figures))
+    with serving(server) as address:
+        connection, session, _ = admitted(address, Ones())
+        connection.send(Message(MessageKind.HEARTBEAT, session, body=body).parts())
+        assert next(m for m in answers(connection) if m.kind is not MessageKind.WELCOME).kind is MessageKind.REFUSED
+        connection.close()
+    assert not seen
+
+
+def answers(connection: Connection) -> Iterator[Message]:
+    """Yield the server's messages; fail after 20 seconds."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        yield from map(parse, connection.poll(0.1))
+    raise AssertionError("the server does not answer")
+
+
+def test_figures_that_come_too_often_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Any] = []
+    server = counting(on_figures=lambda member, figures: seen.append(figures["loss"]))
+    with serving(server) as address:
+        connection, session, _ = admitted(address, Ones())
+        for i in range(1000):
+            body = b'{"loss": %d, "waits": [0.5, null], "text": "short"}' % i
+            connection.send(Message(MessageKind.HEARTBEAT, session, body=body).parts(i))
+        heard = answers(connection)
+        assert sum(next(heard).kind is MessageKind.HEARTBEAT for _ in range(1000)) == 1000
+        connection.close()
+    assert 100 <= len(seen) < 400 and seen[:100] == list(range(100))
+    assert caplog.text.count("reports figures too often") == 1
+
+
+def test_a_worker_checks_the_figures_that_it_reports() -> None:
+    seen: list[Any] = []
+    server = counting(on_figures=lambda member, figures: seen.append(figures))
+    with serving(server, max_steps=2) as address, Worker(address, model := Ones(), "dense") as worker:
+        with pytest.raises(ValueError, match="the figure note is neither a finite number nor a short text"):
+            worker.report(note="x" * 100)
+        worker.report(loss=float("nan"), waits=[0.5, 0.25])
+        while worker.stopped is None:
+            model().backward()
+            worker.step()
+    assert seen == [{"loss": None, "waits": [0.5, 0.25]}]
+
+
+@pytest.mark.parametrize("timeout", [1e-9, 0.0, float("inf"), float("nan")])
+def test_a_server_has_a_timeout_that_workers_accept(timeout: float) -> None:
+    model = Ones()
+    with pytest.raises(ValueError, match=r"timeout is a number from 0\.1 to 86,400 seconds, not"):
+        Server(model, torch.optim.SGD(model.parameters(), lr=1.0), timeout=timeout)
 
 
 def good_frame() -> bytes:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,3 +183,35 @@ def test_a_slow_worker_that_makes_progress_is_not_evicted() -> None:
             )
         threads.join()
     assert server.membership.left == 0
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Wait for a condition; return whether it holds in time."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_two_workers_that_hang_but_send_heartbeats_are_evicted() -> None:
+    """Two data loaders that are stuck at the same step do not stop the training of the others."""
+    server = Server(model := small_net(), sgd(model), expect=3, codec=None, timeout=20.0, stall=0.5)
+    threads, released = Threads(), threading.Event()
+
+    def hang(worker: Worker) -> None:
+        if worker.clock == 2:
+            released.wait(60.0)  # the client's thread sends heartbeats meanwhile
+
+    with serving(server) as address:
+        for slot in range(3):
+            threads.start(
+                lambda slot=slot: train(address, slot, codec=DENSE, each=hang if slot else lambda worker: None)
+            )
+        try:
+            assert until(lambda: server.clock.step >= 6)
+            assert server.membership.left == 2  # they do not join again before they continue
+        finally:
+            released.set()
+        assert until(lambda: server.membership.joined == 5)
+        server.stop("test")
+        threads.join()

@@ -79,7 +79,7 @@ def test_packets_parsed_together_equal_packets_parsed_one_by_one(rows: list[tupl
 def reassembled(groups: list[PacketGroup]) -> Any:
     reassembly = Reassembly()
     for group in groups:
-        reassembly.add(group)
+        reassembly.add(group, time.monotonic())
     # A duplicate may be the last of its group, so times are compared only if there was none.
     times = {} if reassembly.repeated else {n: m.stamps for n, m in reassembly.open.items()}
     assert all(m.queue >= 0.0 for m in reassembly.open.values())
@@ -296,7 +296,7 @@ def test_only_end_markers_that_are_sent_change_the_loss_timer() -> None:
     _, server = sessions()
     begun = server.reassembly.loss_timer.timeout
     for number in range(1, 50):
-        assert server.receive_pieces((number, 1, b"head", {0: b"piece"}, 0, 1.0, 10.0, 10.0))
+        assert server.receive_pieces((number, 1, b"head", {0: b"piece"}, 0, 1.0, 10.0, 10.0), time.monotonic())
         server.deliver(time.monotonic())
     assert server.reassembly.loss_timer.timeout == begun
     for number in range(1, 50):
@@ -313,11 +313,11 @@ def test_a_reader_sleeps_while_the_rest_of_a_message_arrives() -> None:
     now = time.monotonic()
     assert server.time_to_complete(now) == 0.0
     for index, stamp in ((0, 10.0), (1, 10.0004)):
-        server.receive_pieces(one(index, stamp))
+        server.receive_pieces(one(index, stamp), time.monotonic())
     now = server.reassembly.open[1].last
     assert server.time_to_complete(now) == pytest.approx(0.0008)
     assert server.time_to_complete(now + 1.0) == 0.0  # nothing has come for a long time
-    server.receive_pieces(one(2, 12.0))
+    server.receive_pieces(one(2, 12.0), time.monotonic())
     assert server.time_to_complete(server.reassembly.open[1].last) == 0.002
-    assert server.receive_pieces(one(3, 12.0))
+    assert server.receive_pieces(one(3, 12.0), time.monotonic())
     assert server.time_to_complete(server.reassembly.open[1].last) == 0.0

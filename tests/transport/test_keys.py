@@ -1,6 +1,7 @@
 """Keys: which workers are accepted, what refused workers are told, and the files of keys."""
 
 import logging
+import os
 import stat
 import time
 from collections.abc import Iterator
@@ -78,6 +79,14 @@ def test_unknown_keys_are_refused_and_logged(
     connection.close()
 
 
+def test_unknown_keys_do_not_fill_the_log(listener: TcpListener, caplog: pytest.LogCaptureFixture) -> None:
+    assert listener._authenticator is not None
+    with caplog.at_level(logging.INFO, "thinwire.transport"):
+        for i in range(300):
+            assert not listener._authenticator.callback("thinwire", b"%040d" % i)
+    assert caplog.text.count("Refused a worker: its public key") == 10
+
+
 def test_a_worker_refuses_a_server_with_another_key(listener: TcpListener, tmp_path: Path) -> None:
     (other,) = create_keys(tmp_path / "other", ["left"])
     assert "its key is not the one" in error_of(listener, connect(listener.address, keys=other))
@@ -112,6 +121,33 @@ def test_files_of_keys(folder: Path) -> None:
         create_keys(folder, ["../left"])
     with pytest.raises(TransportError, match="name the file of this worker"):
         worker_keys(folder)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o777])
+def test_folders_of_keys_are_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        create_keys(tmp_path / "new" / "keys", ["left"])
+    finally:
+        os.umask(before)
+    for folder in ("new", "new/keys", "new/keys/workers"):
+        assert stat.S_IMODE((tmp_path / folder).stat().st_mode) == 0o700
+    assert worker_keys(tmp_path / "new" / "keys").server
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+@pytest.mark.parametrize("name", ["", "workers"])
+def test_a_folder_that_others_can_write_is_refused(folder: Path, name: str, mode: int) -> None:
+    (folder / name).chmod(mode)
+    with pytest.raises(TransportError, match=r"can be written by other users; run chmod go-w .*"):
+        listen("tcp://127.0.0.1:0", keys=folder)
+    with pytest.raises(TransportError, match="can be written by other users"):
+        create_keys(folder, ["third"])
+    if not name:
+        with pytest.raises(TransportError, match="can be written by other users"):
+            connect("tcp://127.0.0.1:1", keys=folder / "left.secret")
+    (folder / name).chmod(0o755)  # others may read it: secret files are 0600
+    listen("tcp://127.0.0.1:0", keys=folder).close()
 
 
 def test_errors_name_the_bad_file(folder: Path) -> None:

@@ -24,6 +24,7 @@ from thinwire.transport.udp.packet import (
     MessageAck,
     PacketDecryptor,
     PacketEncryptor,
+    missing_ranges,
     new_keys,
     read_acks,
     read_control,
@@ -67,6 +68,7 @@ def opened(both: Sides) -> bytes:
     got: list[list[bytes]] = []
     both[1].send([b"hello"])
     peer = until(both, lambda: len(got) == 1, got, [])
+    both[0].keep(peer)
     until(both, lambda: both[1]._session is not None and both[1]._session.address is not None, got, [])
     return peer
 
@@ -194,7 +196,7 @@ def test_malformed_bytes_raise_an_expected_error(data: bytes) -> None:
     for read in (
         unpack,
         lambda d: _native.read_data([d], [0.0], 1.0),
-        read_acks,
+        lambda d: read_acks(d, lambda message: 9),
         lambda d: read_control(1, d),
         lambda d: read_envelope([d]),
         lambda d: read_records(1, d),
@@ -209,8 +211,11 @@ def test_malformed_bytes_raise_an_expected_error(data: bytes) -> None:
 
 @given(st.sets(st.integers(0, 40)), st.integers(41, 60))
 def test_acks_and_pieces_tell_what_was_lost(lost: set[int], count: int) -> None:
-    ack = MessageAck(9, count, frozenset(lost), 0.001, 0.002, 0.5, 77)
-    assert read_acks(ack.pack() * 2) == [ack, ack]
+    ack = MessageAck(9, count, missing_ranges(count, set(range(count)) - lost), 0.001, 0.002, 0.5, 77)
+    other = MessageAck(7, 3)
+    assert ack.lost_pieces == lost
+    assert read_acks(ack.pack() + other.pack() + ack.pack(), {9: count, 7: 3}.get) == [ack, other]
+    assert read_acks(ack.pack() + other.pack(), {7: 3}.get) == [other]  # nobody waits for the first
     arrived = {i: bytes([i]) * i for i in range(count) if i not in lost}
     back = unpack(pack(count, 1000, arrived.items()))
     assert {i: bytes(p) for i, p in back.arrived.items()} == arrived and back.count == count
@@ -222,9 +227,9 @@ def test_the_loss_timer_follows_measured_delays() -> None:
         for message in range(100):
             number = message + int(late * 1000)
             now = time.monotonic()
-            reassembly.add((number, 2, b"", {0: b"x"}, 0, 0.0, 0.0, 0.0))
+            reassembly.add((number, 2, b"", {0: b"x"}, 0, 0.0, 0.0, 0.0), now)
             reassembly.end(number, 2, 2, b"", now - late)
-            reassembly.add((number, 2, b"", {1: b"x"}, 0, 0.0, 0.0, 0.0))
+            reassembly.add((number, 2, b"", {1: b"x"}, 0, 0.0, 0.0, 0.0), now)
             reassembly.close(number)
         waits.append(reassembly.loss_timer.timeout)
     assert waits[0] < 0.01 and 0.2 < waits[1] < 0.4
@@ -232,7 +237,7 @@ def test_the_loss_timer_follows_measured_delays() -> None:
 
 def test_the_reorder_buffer_jumps_to_a_number_far_ahead() -> None:
     incoming = ReorderBuffer()
-    assert incoming.add(Envelope(EnvelopeKind.PLAIN, 1, 1 << 62, [b"x"]), reliable=True)
+    assert incoming.add(Envelope(EnvelopeKind.PLAIN, 1, 1 << 62, [b"x"]), lambda message: None, reliable=True)
     found = incoming.current()
     assert found is not None and found.number == incoming.expected == 1 << 62
 

@@ -6,6 +6,7 @@ Collectives on a separate process group cannot interleave with those of DDP or o
 import contextlib
 import datetime
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -242,38 +243,82 @@ def check_replicas(channel: Channel, parameters: Mapping[str, Tensor], step: int
         raise LinkError(f"step {step}: {who}; the replicas have diverged")
 
 
-def gather_reasons(channel: Channel, step: int, reason: str, patience: float = 2.0) -> dict[int, str | None]:
-    """Every rank's reason for a failure: "" if another rank caused it, None for ranks that do not answer.
+# What a rank answers that is alive and had not come to the exchange that failed on others.
+_ABSENT = "\0absent"
+# Seconds in which living ranks answer after a failure: idle ones look every second. And seconds for which a rank waits
+# until the others have read the answers, because the rank that hosts the store ends it.
+_ANSWER, _READ = 4.0, 2.0
 
-    The ranks use the rendezvous store, because the process group is broken. If the store is gone too, nothing is known.
+
+class FailureBoard:
+    """Where the ranks of a link tell one another that an exchange failed: the rendezvous store.
+
+    The process group is broken by then. A link fails once, so that the name of its channel is enough.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._rank, self._prefix = channel.rank, f"thinwire/failed/{channel.name}"
+        self._answers = [f"{self._prefix}/{rank}" for rank in range(channel.world)]
+
+    def announced(self) -> bool:
+        """Return whether any rank has told of a failure."""
+        return bool(self._store.check([self._prefix]))
+
+    def gather(self, reason: str) -> dict[int, str | None]:
+        """Return every rank's reason for the failure: "" if another rank caused it, None for ranks that do not answer.
+
+        The rank that hosts the store must not end it before the others have read it, so all wait for one another.
+        """
+        self._store.set(self._answers[self._rank], f"-{reason}")
+        self._store.set(self._prefix, "failed")
+        self._wait(self._answers, _ANSWER)
+        there = [rank for rank, key in enumerate(self._answers) if self._store.check([key])]
+        found = {rank: self._store.get(self._answers[rank]).decode()[1:] for rank in there}
+        self._store.set(f"{self._answers[self._rank]}/read", "read")
+        with contextlib.suppress(RuntimeError):  # its host may leave first now
+            self._wait([f"{self._answers[rank]}/read" for rank in there], _READ)
+        return {rank: found.get(rank) for rank in range(len(self._answers))}
+
+    def _wait(self, keys: list[str], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._store.check(keys) and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def gather_reasons(channel: Channel, reason: str) -> dict[int, str | None]:
+    """Return every rank's reason for a failure, as `FailureBoard.gather` does; {} if no store can be asked.
+
+    A store that is gone without torchrun, which hosts one itself, means that rank 0 is gone.
     """
     try:
-        store = dist.distributed_c10d._get_default_store()
-        keys = [f"thinwire/failed/{channel.name}/{step}/{rank}" for rank in range(channel.world)]
-        store.set(keys[channel.rank], f"-{reason}")
-        until = time.monotonic() + patience
-        while not store.check(keys) and time.monotonic() < until:
-            time.sleep(0.05)
-        return {r: store.get(key).decode()[1:] if store.check([key]) else None for r, key in enumerate(keys)}
-    except (RuntimeError, ValueError):  # the rank that hosts the store died
-        return {}
+        return FailureBoard(channel).gather(reason)
+    except (RuntimeError, ValueError):
+        hosted_by_rank = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return {0: None} if hosted_by_rank and channel.rank != 0 and dist.is_initialized() else {}
 
 
-def describe_failure(error: Exception, channel: Channel, channels: Iterable[Channel], step: int) -> LinkError:
-    """An error that says in one sentence which rank failed, at which step, and why, as far as it can be known."""
+def describe_failure(error: Exception | None, channel: Channel, channels: Iterable[Channel], step: int) -> LinkError:
+    """An error that says in one sentence which rank failed, at which step, and why, as far as it can be known.
+
+    error: what this rank saw; None if it learned of the failure before it came to the exchange.
+    """
     text = re.sub(r"^\[[^\]]*\] *", "", " ".join(str(error).split()))  # remove the backend's source line
-    own = "" if isinstance(error, RuntimeError) else text  # collectives raise RuntimeErrors
+    text = text if error is not None else "this rank had not come to it"
+    own = "" if error is None or isinstance(error, RuntimeError) else text  # collectives raise RuntimeErrors
     where = f"rank {channel.rank}, step {step}"
     for each in {channel, *channels}:
         each.abort()
-    reasons = gather_reasons(channel, step, own)
+    reasons = gather_reasons(channel, _ABSENT if error is None else own)
     if own:
         return LinkError(f"{where}: {own}")
     for rank, reason in reasons.items():
-        if reason:
+        if reason and reason != _ABSENT:
             return LinkError(f"{where}: rank {rank} failed: {reason}")
-    silent = [str(rank) for rank, reason in reasons.items() if reason is None]
-    who = f"; no sign of rank {', '.join(silent)}" if silent else ""
+    # A rank that is alive is to blame only if all others are too: they have waited for it in vain.
+    silent = [rank for rank, reason in reasons.items() if reason is None]
+    missing = silent or [rank for rank, reason in reasons.items() if reason == _ABSENT]
+    who = f"; no sign of rank {', '.join(map(str, missing))}" if missing else ""
     return LinkError(f"{where}: the exchange failed{who}: {text}")
 
 

@@ -4,6 +4,7 @@ A hook (`thinwire.hooks`) submits buckets of named tensors. The link's thread ex
 order of submission, which is the same on every rank, while the backward pass goes on. A link knows nothing of DDP.
 """
 
+import atexit
 import contextlib
 import math
 import queue
@@ -26,7 +27,7 @@ from thinwire.codec.feedback import array_args
 from thinwire.codec.selection import Selection
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
-from thinwire.exchange.channel import Channel, OwnGroups, check_replicas, describe_failure
+from thinwire.exchange.channel import Channel, FailureBoard, OwnGroups, check_replicas, describe_failure
 from thinwire.link.diagnosis import Diagnosis
 from thinwire.link.diagnostics import Diagnostics, agree_on_every
 from thinwire.link.rescale import ResidualUnits
@@ -35,6 +36,11 @@ from thinwire.link.stats import Counters, Stats
 from thinwire.tune import forecast
 
 Future = torch.futures.Future[Any]
+# Seconds without a job after which the link's thread looks whether other ranks have failed.
+_LOOK_EVERY = 1.0
+# A thread must not be inside of the store's C++ code when the interpreter ends.
+_exiting = threading.Event()
+atexit.register(_exiting.set)
 # Averages a flat buffer in place without the link: (buffer, bytes per element on the wire) -> future of the buffer.
 AllReduce = Callable[[Tensor, int], Future]
 
@@ -153,7 +159,8 @@ class Link:
         self._groups_now: list[list[str]] = []
         self._groups_before: list[list[str]] = []
         self._groups_loaded: list[list[str]] | None = None
-        self._thread = LinkThread(self._run, self._describe)
+        self._board: FailureBoard | None = None
+        self._thread = LinkThread(self._run, self._describe, self._look)
         weakref.finalize(self, self._thread.end)
 
     def __repr__(self) -> str:
@@ -252,6 +259,17 @@ class Link:
 
     def _describe(self, error: Exception) -> LinkError:
         return describe_failure(error, self._channel, self.exchange.channels(), self.step)
+
+    def _look(self) -> LinkError | None:
+        """Return the error of an exchange that has failed on other ranks, while this one has nothing to exchange."""
+        if self._channel.world == 1:
+            return None
+        try:
+            self._board = self._board or FailureBoard(self._channel)
+            failed = self._board.announced()
+        except (RuntimeError, ValueError, AttributeError):  # the store or the process group is gone
+            return None
+        return describe_failure(None, self._channel, self.exchange.channels(), self.step) if failed else None
 
     def _run(self, jobs: list[Job]) -> None:
         """Exchange one bucket or several small ones; after loading a state a whole step, grouped as it was saved."""
@@ -485,12 +503,19 @@ class GatheredLink:
 class LinkThread:
     """Calls its owner's `run` with jobs in the order of submission, and `describe` with the error if that fails.
 
-    The thread holds its owner weakly, so that a link that nobody uses any more is freed; the owner's finalizer
-    calls `end`. After a failure every job gets the same error.
+    Every second without a job it calls `look`, which returns an error if an exchange has failed on other ranks: they
+    wait for this rank's answer to tell whether it is alive. The thread holds its owner weakly, so that a link that
+    nobody uses any more is freed; the owner's finalizer calls `end`. After a failure every job gets the same error.
     """
 
-    def __init__(self, run: Callable[[list[Job]], None], describe: Callable[[Exception], LinkError]) -> None:
+    def __init__(
+        self,
+        run: Callable[[list[Job]], None],
+        describe: Callable[[Exception], LinkError],
+        look: Callable[[], LinkError | None],
+    ) -> None:
         self._run, self._describe = weakref.WeakMethod(run), weakref.WeakMethod(describe)
+        self._look = weakref.WeakMethod(look)
         self.wait_for_last = False  # whether all buckets of a step are exchanged after its last one arrived
         self._waiting: list[tuple[Job, Future]] = []
         self._failure: LinkError | None = None
@@ -518,13 +543,23 @@ class LinkThread:
             self._jobs.put(None)
 
     def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
+        while (item := self._next()) is not None:
             run, describe = self._run(), self._describe()
             if run is not None and describe is not None:
                 self._take(*item, run, describe)
             del run, describe, item
             self._jobs.task_done()
         self._jobs.task_done()
+
+    def _next(self) -> tuple[Job, Future] | None:
+        while True:
+            try:
+                return self._jobs.get(timeout=_LOOK_EVERY)
+            except queue.Empty:
+                look = self._look()
+                if self._failure is None and look is not None and not _exiting.is_set():
+                    self._failure = look()
+                del look
 
     def _take(
         self,

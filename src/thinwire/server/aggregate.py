@@ -110,11 +110,12 @@ class Clock:
         step = self.lowest[part]
         return sum(worker.first <= step and worker.due[part] <= step for worker in self.workers.values())
 
-    def blocking(self) -> int | None:
-        """Return the session of the one worker that all others wait for, if there is one."""
-        reached = sorted((worker.reached, session) for session, worker in self.workers.items())
-        alone = len(reached) > 1 and self.bound is not None and reached[0][0] < reached[1][0]
-        return reached[0][1] if alone else None
+    def blocking(self) -> set[int]:
+        """Return the sessions of all workers that still owe the lowest open step, if another worker waits for it."""
+        step, bound, workers = self.step, self.bound, self.workers.items()
+        if bound is None or not any(worker.reached - step > bound for _, worker in workers):
+            return set()
+        return {session for session, worker in workers if worker.first <= step and worker.reached <= step}
 
     @property
     def step(self) -> int:

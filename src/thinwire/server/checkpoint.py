@@ -4,43 +4,51 @@ The file holds the model, the optimizer, the step, and which pushes of each work
 replicas are not saved: after a restart every worker pulls the parameters in full.
 """
 
-import contextlib
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire.errors import ServerCheckpointError
+from thinwire.errors import DamagedFileError, ServerCheckpointError
+from thinwire.files import WriteMonitor, open_checked, replace_file
 
-log = logging.getLogger("thinwire.server")
-_VERSION, _FILE = 3, "server.pt"
+log = logging.getLogger("thinwire.server.checkpoint")
+_VERSION, _FILE = 4, "server.pt"
+# Version 3, of thinwire 0.2.0, has the same contents and no checksum.
+_UNCHECKED = 3
 
 
-def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, figures: dict[str, Any]) -> bool:
-    """Write the checkpoint and return whether that was possible; if not, log why, and training goes on.
+class CheckpointWriter:
+    """Writes the checkpoints of one server to a folder; if that fails, training goes on."""
 
-    figures: cut, step, accepted_steps and extra.
-    """
-    path, partial = folder / _FILE, folder / "server.partial"
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            torch.save({"version": _VERSION, **states, **figures}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-        advice = "continues without it: free some space or choose another folder"
-        log.warning("the server cannot write the checkpoint %s (%s) and %s", path, reason, advice)
-        with contextlib.suppress(OSError):  # the folder itself may be missing
-            partial.unlink(missing_ok=True)
-        return False
-    return True
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._monitor = WriteMonitor(log.warning, "the server's checkpoint")
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, figures: dict[str, Any]) -> bool:
+        """Write a checkpoint and return whether that was possible; a failure is logged once, until it is mended.
+
+        figures: cut, step, accepted_steps and extra.
+        """
+        path = self._folder / _FILE
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+        def write() -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, lambda out: torch.save({"version": _VERSION, **states, **figures}, out), checksum=True)
+
+        return self._monitor.attempt(path, write)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read a checkpoint and check that it is as it was written; DamagedFileError if it is not."""
+    with open_checked(path, required=False) as (file, checked):
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    if not checked and state["version"] > _UNCHECKED:
+        raise DamagedFileError(f"it has lost the checksum that version {state['version']} has")
+    return state
 
 
 def load_checkpoint(
@@ -51,8 +59,10 @@ def load_checkpoint(
     try:
         if not path.exists():
             return None
-        state = torch.load(path, weights_only=True)
-        if state["version"] != _VERSION:
+        state = read_state(path)
+        if state["version"] == _UNCHECKED:
+            log.warning("the checkpoint %s has no checksum, because thinwire 0.2.0 wrote it: it is not verified", path)
+        elif state["version"] != _VERSION:
             raise ValueError(f"it has version {state['version']}, this thinwire reads version {_VERSION}")
         if state["cut"] != cut:
             raise ValueError("the model was cut in other parts: serve it with the same codec and optimizer")
@@ -62,6 +72,11 @@ def load_checkpoint(
         return {"step": int(state["step"]), **figures}
     except Exception as error:  # torch raises many kinds for files that are not its own
         reason = " ".join(str(error).split())[:200]
+        if isinstance(error, DamagedFileError):
+            raise ServerCheckpointError(
+                f"the checkpoint {path} is damaged ({reason}): restore it from a copy, or remove it or choose another "
+                "folder to start a new training"
+            ) from error
         raise ServerCheckpointError(
             f"the checkpoint {path} cannot be used ({reason}): finish this training with the thinwire that "
             "wrote it, or remove the file or choose another folder to start a new training"
@@ -71,6 +86,6 @@ def load_checkpoint(
 def stored_step(folder: Path) -> int:
     """Return the step of the checkpoint in a folder; 0 if there is none, or none that can be read (`load` says why)."""
     try:
-        return int(torch.load(folder / _FILE, weights_only=True)["step"])
+        return int(read_state(folder / _FILE)["step"])
     except Exception:
         return 0

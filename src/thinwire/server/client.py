@@ -18,7 +18,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import MessageError, ServerError, ThinwireError
 from thinwire.server.layout import Buffers
-from thinwire.server.protocol import STALENESS, Message, MessageKind, Session, Waiting, parse, with_json
+from thinwire.server.protocol import STALENESS, Message, MessageKind, Session, Waiting, parse, read_figures, with_json
 from thinwire.server.replicas import LocalParameters, SentShards, check_on_loss
 from thinwire.server.schedule import Request
 from thinwire.server.timings import WorkerTimings
@@ -88,6 +88,7 @@ class SessionState:
         self._blocked: tuple[str, float] | None = None  # what the worker's thread waits for, and since when
         self.session: Session | None = None
         self.lost = False  # the session has changed: what this step computes will not count
+        self.deferred = False  # whether to join only when the worker's thread asks for a session
         self.stopped: str | None = None
         self.error: Exception | None = None
 
@@ -117,6 +118,9 @@ class SessionState:
             self.lost = False
             return (self.session,)
 
+        if self.deferred:
+            self.deferred, self._server.heard = False, time.monotonic()  # the server had no reason to send anything
+            self._server.connection.wake()
         return self._wait_for(admitted, "other workers to join, before training begins", patience)[0]
 
     def waiting(self) -> Waiting | None:
@@ -156,10 +160,10 @@ class SessionState:
 
     # For the client's thread
 
-    def enter(self, session: Session | None) -> None:
-        """Begin a session, or end the present one."""
+    def enter(self, session: Session | None, *, deferred: bool = False) -> None:
+        """Begin a session, or end the present one. deferred: until the worker's thread asks for the next."""
         with self._changed:
-            self.session, self.lost = session, True
+            self.session, self.lost, self.deferred = session, True, deferred
             self._changed.notify_all()
 
     def arrive(self, session: Session, message: Message, timings: WorkerTimings) -> None:
@@ -321,11 +325,13 @@ class Client:
         self._submit(pull, session)
 
     def report(self, figures: dict[str, Any]) -> None:
-        """Send figures of a step to the server."""
+        """Send figures of a step to the server; ValueError if it would refuse them."""
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+        if (session := self.state.session) is not None:
+            read_figures(with_json(MessageKind.HEARTBEAT, 0, **plain), len(session.layout.layers))
 
         def send() -> None:
             if self.state.session is not None and self.state.stopped is None:
-                plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
                 self._send(with_json(MessageKind.HEARTBEAT, self.state.session.number, **plain))
 
         self._submit(send)
@@ -361,7 +367,8 @@ class Client:
     def _turn(self) -> None:
         session = self.state.session
         if session is None:
-            if time.monotonic() - self._hello_sent > _HELLO_EVERY and self.state.stopped is None:
+            due = time.monotonic() - self._hello_sent > _HELLO_EVERY and not self.state.deferred
+            if due and self.state.stopped is None:
                 self._hello_sent = time.monotonic()
                 self._send(with_json(MessageKind.HELLO, **self._hello))
         elif self.state.stopped is None and self.server.heartbeat_is_due(session.timeout / 4):
@@ -411,7 +418,8 @@ class Client:
         elif session is None or message.session != session.number:
             return  # of an earlier session
         elif message.kind is MessageKind.REJOIN:
-            self._rejoin(str(message.json.get("reason")))
+            terms = message.json
+            self._rejoin(str(terms.get("reason")), deferred=terms.get("later") is True)
         elif not session.counter.follows(message):
             self._rejoin("messages were lost on the way")
         elif message.kind is MessageKind.ACK:
@@ -432,10 +440,11 @@ class Client:
         self._unreported = 0  # those bytes were of the session before
         self.state.enter(session)
 
-    def _rejoin(self, reason: str) -> None:
-        """End the session and send HELLO again."""
-        log.warning("the session with the server has ended (%s): the worker joins again", reason)
-        self.state.enter(None)
+    def _rejoin(self, reason: str, *, deferred: bool = False) -> None:
+        """End the session and send HELLO again, at once or when the worker's thread has computed its step."""
+        when = "when it has computed its step" if deferred else "again"
+        log.warning("the session with the server has ended (%s): the worker joins %s", reason, when)
+        self.state.enter(None, deferred=deferred)
         self._hello_sent = 0.0
 
     def _on_ack(self, session: Session, message: Message) -> None:

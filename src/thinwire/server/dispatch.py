@@ -14,7 +14,7 @@ from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Aggregator
 from thinwire.server.layout import Buffers
 from thinwire.server.membership import Member, Membership
-from thinwire.server.protocol import STALENESS, Message, MessageKind, parse
+from thinwire.server.protocol import STALENESS, Message, MessageKind, parse, read_figures
 from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas
 from thinwire.server.schedule import Request
 from thinwire.transport.base import Parts, Peer
@@ -219,6 +219,7 @@ class MessageDispatcher:
         """Apply a gradient that was accepted, or with a bound all of its step if that is complete."""
         if self._clock.workers[member.session].reached > clock:
             member.steps.append(time.monotonic())
+            member.allowance.earn()
             member.blocking_since = None  # it makes progress, even if it is slower than the others
         if self._clock.bound is None:
             self._aggregator.apply(number, clock, len(self._membership.active))
@@ -251,9 +252,17 @@ class MessageDispatcher:
 
     def _on_heartbeat(self, member: Member, message: Message) -> None:
         if len(message.body):
-            member.figures = message.json
+            self._take_figures(member, message, time.monotonic())
+        self._membership.send(member, Message(MessageKind.HEARTBEAT, member.session))
+
+    def _take_figures(self, member: Member, message: Message, now: float) -> None:
+        """Pass figures on to the owner; beyond the member's allowance they are ignored, because they are logged."""
+        if member.allowance.take(now):
+            member.figures = read_figures(message, len(self._layout.layers))
             try:
                 self._on_figures(member, member.figures)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 raise MessageError(f"a worker's figures are invalid: {error}") from error
-        self._membership.send(member, Message(MessageKind.HEARTBEAT, member.session))
+        elif not member.allowance.warned:
+            member.allowance.warned = True
+            log.warning("%s reports figures too often: the server ignores some of them", member.label)

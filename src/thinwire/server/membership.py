@@ -1,7 +1,7 @@
 """Membership: which workers take part in the training, how they join, and when the server evicts them.
 
 Until training begins, workers wait for each other. After that a worker joins at once. The server evicts a worker after
-`timeout` seconds without a message, and after `stall` seconds in which it alone holds up all others.
+`timeout` seconds without a message, and after `stall` seconds without progress in which others wait for it.
 """
 
 import logging
@@ -10,16 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Clock
 from thinwire.server.protocol import MOST_WORKERS, Applicant, Counter, Message, MessageKind, parse, with_json
 from thinwire.server.schedule import Pool, Staleness
 from thinwire.transport.base import Buffer, Listener, Peer
+from thinwire.transport.limits import LogLimit
 
 log = logging.getLogger("thinwire.server")
 
+T = TypeVar("T")
 CheckHello = Callable[[Message], Applicant]
 # How many departed workers' accepted steps are remembered, so that a returning one restores only what was lost; and
 # how many integers that may take.
@@ -28,6 +30,29 @@ _REMEMBERED, _REMEMBERED_INTEGERS = 1024, 1 << 20
 _RECENT = 20
 # Seconds without a HELLO after which a worker that waits for the start counts as gone.
 _WAITING_TIMEOUT = 6.0
+
+
+# Reports of figures that a worker may send: at once, in each second, and for each step that it has pushed.
+_REPORTS, _REPORTS_PER_SECOND, _REPORTS_PER_STEP = 100.0, 10.0, 2.0
+
+
+class Allowance:
+    """How many reports of figures a worker may still send. Each one is handled and may be logged."""
+
+    def __init__(self, now: float) -> None:
+        self._left, self._at = _REPORTS, now
+        self.warned = False
+
+    def earn(self) -> None:
+        """Note that the worker has pushed a step."""
+        self._left = min(_REPORTS, self._left + _REPORTS_PER_STEP)
+
+    def take(self, now: float) -> bool:
+        """Return whether the worker may send a report now, and count it."""
+        self._left, self._at = min(_REPORTS, self._left + _REPORTS_PER_SECOND * (now - self._at)), now
+        allowed = self._left >= 1.0
+        self._left -= allowed
+        return allowed
 
 
 @dataclass
@@ -42,13 +67,14 @@ class Member:
     pool: Pool
     heard: float  # when its last message arrived (time.monotonic)
     since: float  # when it joined
+    allowance: Allowance
     accepted_steps: list[int] | None = None  # of its session before, as its WELCOME message said
     welcome: Message | None = None  # sent again if it repeats its HELLO before anything else
     counter: Counter = field(default_factory=Counter)
     pending: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: step, in full
     unanswered: set[int] = field(default_factory=set)  # parts whose pulls have no reply yet
     replied: dict[tuple[int, int], int] = field(default_factory=dict)  # by (layer, part): the step of the last reply
-    blocking_since: float | None = None  # since when all other workers wait for it
+    blocking_since: float | None = None  # since when other workers wait for it
     received: int = 0  # bytes
     sent: int = 0  # bytes
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -96,6 +122,8 @@ class Membership:
         self.joined = self.left = 0
         self._last_session = secrets.randbits(30)  # random, so that a restarted server does not reuse a number
         self._refused: dict[Peer, None] = {}  # recently
+        self._refusals = LogLimit(log, logging.WARNING)
+        self._stalled: dict[int, None] = {}  # sessions that were ended for lack of progress, recently
         self.started = False
         self.left_at = self._checked = self.started_at = time.monotonic()
 
@@ -136,11 +164,14 @@ class Membership:
                 self.send_outside(peer, before.welcome)  # its HELLO was repeated before it was answered
                 return
             self.leave(before, keep_connection=before.peer == peer)
-        if len(self.active) + len(self.waiting) >= MOST_WORKERS:
+        if len(self.active) + len(self.waiting) >= MOST_WORKERS and applicant.token not in self.waiting:
             raise MessageError(f"the server has {MOST_WORKERS} workers already")
+        self.listener.keep(peer)
         if self.started:
             self._admit(peer, applicant)
             return
+        if (waiting := self.waiting.get(applicant.token)) is not None and waiting[0] != peer:
+            self.listener.forget(waiting[0])
         self.waiting[applicant.token] = peer, applicant, time.monotonic()
         self.send_outside(peer, Message(MessageKind.HEARTBEAT))  # shows the worker that the server is alive
         if len(self.waiting) >= self._expect:
@@ -153,7 +184,12 @@ class Membership:
 
     def withdraw(self, peer: Peer) -> None:
         """Remove a worker that leaves while it waits for the start."""
-        self.waiting = {token: each for token, each in self.waiting.items() if each[0] != peer}
+        self._stop_waiting(lambda each: each[0] == peer)
+
+    def _stop_waiting(self, gone: Callable[[tuple[Peer, Applicant, float]], bool]) -> None:
+        for token, each in [(token, each) for token, each in self.waiting.items() if gone(each)]:
+            del self.waiting[token]
+            self.listener.forget(each[0])
 
     def _start(self) -> None:
         self.started, self.started_at = True, time.monotonic()
@@ -168,7 +204,7 @@ class Membership:
         first, slot = self.clock.join(session), self._free_slot(applicant.slot)
         pool = Pool(self._terms["policy"], Staleness.at_start(self._layers, 1), self._terms["window"])
         now = time.monotonic()
-        member = Member(peer, session, slot, token, applicant.name, pool, now, now)
+        member = Member(peer, session, slot, token, applicant.name, pool, now, now, Allowance(now))
         member.accepted_steps = self.accepted_steps.pop(token, None)
         self.active[session] = member
         self.joined += 1
@@ -186,32 +222,32 @@ class Membership:
 
     # Leaving
 
-    def evict_silent(self, heard: set[Peer]) -> None:
-        """Evict members without a message for too long, and one that all others have waited for too long.
+    def evict_silent(self, heard: set[Peer], now: float) -> None:
+        """Evict members without a message for too long, and those that others have waited for too long.
 
         heard: peers with new messages.
         """
-        now = time.monotonic()
         for member in self.active.values():
             if member.peer in heard:  # noted before messages are handled, which may take long
                 member.heard = now
         if now - self._checked < min(0.25, self._timeout / 8):
             return
         self._checked = now
-        blocking, evicted = self.clock.blocking(), []
+        blocking, evicted, stalled = self.clock.blocking(), [], f"it has made no progress for {self._stall:g} s"
         for member in self.active.values():
-            if member.session != blocking:
+            if member.session not in blocking:
                 member.blocking_since = None
             elif member.blocking_since is None:
                 member.blocking_since = now
             if now - member.heard > self._timeout:
                 evicted.append((member, f"no message of it has arrived for {self._timeout:g} s"))
             elif member.blocking_since is not None and now - member.blocking_since > self._stall:
-                evicted.append((member, f"it has made no progress for {self._stall:g} s while all others wait for it"))
+                evicted.append((member, f"{stalled} while others wait for it"))
+                _remember(self._stalled, member.session)
         for member, reason in evicted:
             self.evict(member, reason)
         longest = max(self._timeout, _WAITING_TIMEOUT)
-        self.waiting = {token: each for token, each in self.waiting.items() if now - each[2] <= longest}
+        self._stop_waiting(lambda each: now - each[2] > longest)
 
     def evict_unreachable(self) -> None:
         """Evict members to which a message could not be sent."""
@@ -245,11 +281,9 @@ class Membership:
         """Tell a peer what is wrong with its message, and end its session."""
         short = " ".join(str(error).split())[:300]
         if peer not in self._refused:  # logged once per peer, so that nobody can fill the log
-            self._refused[peer] = None
-            while len(self._refused) > MOST_WORKERS:
-                self._refused.pop(next(iter(self._refused)))
+            _remember(self._refused, peer)
             sender = "an unknown peer" if member is None else member.label
-            log.warning("the server refuses a message of %s: %s", sender, short)
+            self._refusals.say(time.monotonic(), "the server refuses a message of %s: %s", sender, short)
         session = member.session if member is not None else 0
         self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
         if member is not None:
@@ -258,8 +292,14 @@ class Membership:
             self.listener.forget(peer)
 
     def ask_to_rejoin(self, peer: Peer, session: int, reason: str) -> None:
-        """Tell a peer that its session is unknown or over, so that it sends HELLO again."""
-        self.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason))
+        """Tell a peer that its session is unknown or over, so that it sends HELLO again.
+
+        A worker that was evicted for lack of progress is told to compute its step first: if it joined at once, the
+        others would wait for it again.
+        """
+        later = session in self._stalled
+        reason = "it made no progress while others waited for it" if later else reason
+        self.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason, later=later))
         if self.by_peer(peer) is None:
             self.listener.forget(peer)
 
@@ -304,3 +344,10 @@ class Membership:
                     remaining.discard(peer)
                 elif peer not in remaining:
                     send(peer, with_json(MessageKind.STOP, message.session, reason=reason))
+
+
+def _remember(recent: dict[T, None], key: T) -> None:
+    """Add a key, and forget the oldest ones beyond the number of workers."""
+    recent[key] = None
+    while len(recent) > MOST_WORKERS:
+        recent.pop(next(iter(recent)))

@@ -5,6 +5,7 @@ sends is checked before it is used.
 """
 
 import json
+import math
 import secrets
 import socket
 import struct
@@ -45,6 +46,12 @@ STALENESS = struct.Struct("<QI")
 COUNTS = 1 << 16
 # The largest JSON body. Names and shapes of many thousand parameters fit.
 _MOST_JSON = 1 << 22
+# Limits on the figures that a worker reports: how many, the length of names and texts, and the size of whole numbers.
+# Lists have a value for each layer, and the bytes that a report may have grow with the layers.
+_MOST_FIGURES, _LONGEST_TEXT, _LARGEST_NUMBER = 64, 64, 1 << 63
+_FIGURES_BYTES, _FIGURES_BYTES_PER_LAYER = 4096, 64
+# The shortest and the longest timeout of a server, in seconds: heartbeats are sent four times in it.
+LEAST_TIMEOUT, MOST_TIMEOUT = 0.1, 86_400.0
 # No training reaches this step. A message that names a later one is invalid.
 MOST_CLOCK = 1 << 48
 MOST_WORKERS = 4096
@@ -99,7 +106,7 @@ class Message:
         if len(self.body) > _MOST_JSON:
             raise MessageError(f"a {self.kind.name} message of {len(self.body)} bytes is too long")
         try:
-            value = json.loads(bytes(self.body), parse_constant=_refuse_constant)
+            value = json.loads(bytes(self.body), parse_constant=_refuse_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise MessageError(f"the body of a {self.kind.name} message is not JSON") from error
         if not isinstance(value, dict):
@@ -169,6 +176,39 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
+def _finite(text: str) -> float:
+    """Read a number; one that is too large for a float, such as 1e999, would become infinite."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} exceeds the range of numbers")
+    return value
+
+
+def read_figures(message: Message, layers: int) -> dict[str, Any]:
+    """Return the figures in a worker's HEARTBEAT message; MessageError if they are too many, too long or no figures.
+
+    Figures are finite numbers, null, short texts, and lists of at most as many numbers as there are layers (or 64).
+    """
+    if len(message.body) > (most := _FIGURES_BYTES + _FIGURES_BYTES_PER_LAYER * layers):
+        raise MessageError(f"a worker's figures of {len(message.body)} bytes exceed {most} bytes")
+    figures = message.json
+    if len(figures) > _MOST_FIGURES:
+        raise MessageError(f"a worker reports {len(figures)} figures, and {_MOST_FIGURES} are allowed")
+    for name, value in figures.items():
+        values = value if isinstance(value, list) else [value]
+        if len(name) > _LONGEST_TEXT or not name.isprintable():
+            raise MessageError(f"the name of a figure has up to {_LONGEST_TEXT} printable characters")
+        if len(values) > max(layers, _MOST_FIGURES) or not all(map(_is_figure, values)):
+            raise MessageError(f"the figure {name} is neither a finite number nor a short text nor a list of numbers")
+    return figures
+
+
+def _is_figure(value: Any) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= _LARGEST_NUMBER
+    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= _LONGEST_TEXT)
+
+
 @dataclass(frozen=True)
 class Applicant:
     """A worker that asks to join and may be admitted."""
@@ -232,6 +272,15 @@ def _shapes(values: dict[str, Any], name: str) -> Shapes:
     return found
 
 
+def check_timeout(seconds: Any) -> float:
+    """Return the seconds after which a server evicts a silent worker; ValueError if they are out of range."""
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not LEAST_TIMEOUT <= seconds <= MOST_TIMEOUT:
+        limits = f"{LEAST_TIMEOUT:g} to {MOST_TIMEOUT:,.0f} seconds"
+        raise ValueError(f"timeout is a number from {limits}, not {str(seconds)[:100]}")
+    return float(seconds)
+
+
 class Session:
     """What a worker knows of its session: the terms of the WELCOME message, and which parameters have arrived.
 
@@ -242,10 +291,10 @@ class Session:
         self.number, self.counter = number, Counter()
         self.slot, self.first = field(terms, "slot", int, 0), field(terms, "first", int, 0)
         self.bound: int | None = None if terms.get("bound") is None else field(terms, "bound", int, 0)
-        timeout = terms.get("timeout")
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
-            raise MessageError("timeout must be a number of seconds")
-        self.timeout = float(timeout)
+        try:
+            self.timeout = check_timeout(terms.get("timeout"))
+        except ValueError as error:  # heartbeats at any pace that a server names would occupy this worker
+            raise MessageError(f"the server's terms are invalid: {error}") from error
         self.tell: dict[str, Any] = field(terms, "tell", dict)
         try:
             self.layout = Layout.of(model, field(terms, "cut", int, 0))

@@ -17,11 +17,11 @@ from torch import nn
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import Selection
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
-from thinwire.server.checkpoint import load_checkpoint, save_checkpoint
+from thinwire.server.checkpoint import CheckpointWriter, load_checkpoint
 from thinwire.server.dispatch import MessageDispatcher, OnFigures
 from thinwire.server.layout import Buffers, Layout, cut_for
 from thinwire.server.membership import Member, Membership
-from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, server_codec
+from thinwire.server.protocol import HelloCheck, Message, MessageKind, Waiting, check_timeout, server_codec
 from thinwire.server.replicas import LossyReplicas, Replicas, check_on_loss
 from thinwire.server.schedule import check_policy
 from thinwire.transport.addresses import listen
@@ -54,7 +54,7 @@ class Server:
     recipe: workers with another recipe are refused. cut: the largest number of elements in a part; None chooses it.
     window: the largest number of bytes in flight to or from one worker.
     timeout: the server evicts a worker after so many seconds without a message. stall: and after so many seconds
-        without progress while all others wait for it.
+        without progress while others wait for it.
     checkpoint: folder; the server writes to it every `save_every` steps, and resumes from it if it has a checkpoint.
     tell: sent to every worker that joins, as `Worker.tell`; its `push` is their codec if they choose none.
     on_step: called with the server after every step that is complete in all layers.
@@ -88,6 +88,7 @@ class Server:
         if mode not in ("bsp", "ssp", "async"):
             raise ValueError(f'mode is "bsp", "ssp" or "async", not {mode!r}')
         check_policy(policy)
+        check_timeout(timeout)
         if expect < 1 or save_every < 1:
             raise ValueError(f"expect and save_every count from 1, not {expect} and {save_every}")
         self.model, self.optimizer, self.mode = model, optimizer, mode
@@ -98,11 +99,12 @@ class Server:
         self.bound = {"bsp": 0, "ssp": bound, "async": None}[mode]
         self.timeout, self._save_every = timeout, save_every
         self._buffers = Buffers(model)
-        self._folder = Path(checkpoint) if checkpoint is not None else None
+        folder = Path(checkpoint) if checkpoint is not None else None
+        self._checkpoint = CheckpointWriter(folder) if folder is not None else None
         self._aggregator = Aggregator(model, optimizer, self.layout, reduce)
         state: dict[str, Any] = {"step": 0, "accepted_steps": {}, "extra": {}}
-        if self._folder is not None:
-            state = load_checkpoint(self._folder, model, optimizer, self.layout.cut) or state
+        if folder is not None:
+            state = load_checkpoint(folder, model, optimizer, self.layout.cut) or state
         self._last_step = self._resumed_at = int(state["step"])
         if self._resumed_at:
             log.info("the server resumes at step %d", self._resumed_at)
@@ -152,11 +154,11 @@ class Server:
 
     def save(self) -> bool:
         """Write a checkpoint now; return False if there is no folder for it or it cannot be written."""
-        if self._folder is None:
+        if self._checkpoint is None:
             return False
         figures = {"step": max(self.clock.lowest), "accepted_steps": self.membership.all_accepted_steps()}
         figures |= {"cut": self.layout.cut, "extra": self.extra}
-        return save_checkpoint(self._folder, self.model, self.optimizer, figures)
+        return self._checkpoint.save(self.model, self.optimizer, figures)
 
     def waiting(self) -> Waiting | None:
         """Return what the server waits for and how long it has, or None if it waits for nothing. Any thread may ask.
@@ -224,7 +226,7 @@ class Server:
 
     def _turn(self, timeout: float) -> None:
         arrived = self.membership.listener.poll(timeout)
-        self.membership.evict_silent({peer for peer, _ in arrived})
+        self.membership.evict_silent({peer for peer, _ in arrived}, time.monotonic())
         if self._resumed_at:  # workers that come back later join then
             self.membership.start_late()
         self.membership.evict_unreachable()

@@ -179,7 +179,10 @@ class Worker:
         return self._client.parameters.row(name)
 
     def report(self, **figures: Any) -> None:
-        """Send figures of a step to the server, for its table and its log."""
+        """Send figures of a step to the server, for its table and its log.
+
+        Figures are numbers, None, short texts, and lists with a number for each layer. ValueError for anything else.
+        """
         self._client.report(figures)
 
     def traffic(self) -> tuple[int, int]:

@@ -62,6 +62,9 @@ class Listener(Side[tuple[Peer, Parts]]):
         """Return statistics of the connection to a peer, for people."""
         return {}
 
+    def keep(self, peer: Peer) -> None:
+        """Keep what belongs to a peer until `forget`: the server has admitted it. What strangers need expires."""
+
     @abstractmethod
     def forget(self, peer: Peer) -> None:
         """Free what is kept for a peer that is gone or was refused; it may come back with a new message."""

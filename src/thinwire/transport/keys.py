@@ -2,8 +2,11 @@
 
 The server's folder holds `server.secret` and one `workers/NAME.public` for each worker that may connect. A worker gets
 one file, `NAME.secret`, which also holds the server's public key. Each line of a file is a field name and a Z85 key.
+Folders that are made here belong to their owner alone. A folder that other users can write is refused, because they
+could replace its files.
 """
 
+import contextlib
 import os
 import re
 import stat
@@ -46,6 +49,7 @@ def worker_keys(path: str | os.PathLike[str]) -> Keys:
 def allowed_keys(folder: str | os.PathLike[str]) -> dict[bytes, str]:
     """Return the public keys that a server accepts, with the names of their workers."""
     files = sorted((Path(folder) / "workers").glob("*.public"))
+    check_folders(Path(folder), Path(folder) / "workers")
     return {_read(file, {"public"}, secret=False)["public"]: file.stem for file in files}
 
 
@@ -64,7 +68,8 @@ def create_keys(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Pa
             if path.exists():
                 raise TransportError(f"{path} exists already; choose another name, or remove both files of {name!r}")
     try:
-        (home / "workers").mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(home / "workers")
+        check_folders(home, home / "workers")
         if not (home / "server.secret").exists():
             public, secret = zmq.curve_keypair()
             _write(home / "server.secret", "the server's secret", public=public, secret=secret)
@@ -79,15 +84,35 @@ def create_keys(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Pa
     return made
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder and its missing parents so that only their owner may enter them, whatever the umask is."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o700)  # the umask may have removed bits that the owner needs
+
+
+def check_folders(*folders: Path) -> None:
+    """Raise TransportError for a folder that other users can write; one that is missing is not checked."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise TransportError(f"{folder} holds keys and can be written by other users; run chmod go-w {folder}")
+
+
 def _write(path: Path, title: str, **fields: bytes) -> None:
     text = f"# thinwire: {title}\n" + "".join(f"{name} {key.decode()}\n" for name, key in fields.items())
     mode = 0o600 if "secret" in fields else 0o644
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        os.fchmod(file.fileno(), mode)  # whatever the umask is
         file.write(text)
 
 
 def _read(path: Path, wanted: set[str], *, secret: bool) -> dict[str, bytes]:
     """Read a file that must hold exactly the wanted fields. Errors never quote the contents."""
+    check_folders(path.parent)
     try:
         with path.open() as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import zmq
@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from thinwire.errors import TransportError
 from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer, Side, T
 from thinwire.transport.keys import Keys, allowed_keys, server_keys
-from thinwire.transport.limits import MOST_PARTS, acceptable, views
+from thinwire.transport.limits import AT_ONCE, MOST_PARTS, LogLimit, acceptable, views
 
 log = logging.getLogger("thinwire.transport")
 
@@ -40,8 +40,6 @@ HANDSHAKES = zmq.Event.HANDSHAKE_SUCCEEDED | (
     zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 )
 NAME_BYTES = 16
-# The most messages that one poll returns, so that a peer that never stops sending cannot keep the server in it.
-AT_ONCE = 256
 # A server with another key closes the connection without a reason, as does one that is just restarting. After so many
 # failed handshakes the worker takes the key for wrong. A server without keys may also close before it says so.
 PERSISTENT = 5
@@ -57,6 +55,8 @@ class KeyAuthenticator:
         keys = server_keys(folder)
         allowed_keys(folder)  # raise for a broken file now; later it would only be logged
         self._folder = folder
+        self._refusals = LogLimit(log, logging.WARNING)
+        self._accepts = LogLimit(log, logging.INFO)
         thread = ThreadAuthenticator(context)
         thread.start()
         thread.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
@@ -68,15 +68,17 @@ class KeyAuthenticator:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether the worker with this public key may connect; called by ZeroMQ's authenticator."""
+        now = time.monotonic()
         try:
             name = allowed_keys(self._folder).get(key)
         except TransportError as error:
-            log.error("Refused a worker, because its key could not be checked: %s", error)
+            self._refusals.say(now, "Refused a worker, because its key could not be checked: %s", error)
             return False
         if name is None:
-            log.warning("Refused a worker: its public key %s is not in %s", key.decode(), self._folder)
+            text = "Refused a worker: its public key %s is not in %s"
+            self._refusals.say(now, text, key.decode(errors="replace"), self._folder)
         else:
-            log.info("Accepted worker %s", name)
+            self._accepts.say(now, "Accepted worker %s", name)
         return name is not None
 
 
@@ -233,7 +235,7 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
 
     def __init__(self, endpoint: str, *, keys: Folder | None = None, shown_host: str | None = None) -> None:
         super().__init__(zmq.ROUTER)
-        self._pending: defaultdict[Peer, Pending] = defaultdict(deque)
+        self._pending: dict[Peer, Pending] = {}  # of peers for which large parts are queued
         self.refused = 0  # handshakes that failed
         socket = self._socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a message to an unknown peer instead of dropping it
@@ -270,7 +272,13 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
                 )
 
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
-        return self._queue(self._pending[peer], parts, peer)
+        pending = self._pending.get(peer, deque())
+        queued = self._queue(pending, parts, peer)
+        if pending:
+            self._pending[peer] = pending
+        else:
+            self._pending.pop(peer, None)
+        return queued
 
     def forget(self, peer: Peer) -> None:
         self._pending.pop(peer, None)

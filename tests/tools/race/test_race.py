@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.cluster import Cluster, printed
-from tests.needs import needs
+from tests.needs import needs, small_disk
+from thinwire import attach
 from thinwire.tools import cli
 from thinwire.tools.events import Step, read_log
 from thinwire.tools.options import table_of
@@ -133,6 +137,85 @@ def separate(rank: int, folder: Path) -> str:
 def test_ranks_that_find_different_checkpoints_do_not_go_on(cluster: Cluster, tmp_path: Path) -> None:
     for told in cluster.run(separate, 2, tmp_path):
         assert "rank 0 finds step 4" in told and "rank 1 step 0" in told and "all machines share" in told
+
+
+def saving(rank: int, folder: Path, filler: Path) -> tuple[list[str], list[list[str]]]:
+    """Save four checkpoints, the second and third of them on a full disk; return what was said and what was there."""
+    from thinwire.tools.race import training
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire.checkpoint").addHandler(handler)
+    model = DistributedDataParallel(torch.nn.Linear(80, 80))
+    link = attach(model, 0.5, exchange="gather")
+    checkpoint = training.Checkpoint(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), link)
+    there = []
+    for step in range(1, 5):
+        model(torch.ones(2, 80)).sum().backward()
+        if rank == 0 and step == 2:
+            filler.write_bytes(bytes(60_000))
+        elif rank == 0 and step == 4:
+            filler.unlink()
+        dist.barrier()
+        checkpoint.save(step, 1.0)
+        dist.barrier()
+        there.append(sorted(str(path.relative_to(folder)) for path in folder.rglob("*.p*")))
+        dist.barrier()
+    checkpoint.load()
+    for name in ("link-1.pt", "model.pt"):
+        if rank == 0:
+            flip_a_bit(folder / "step-00000004" / name)
+        dist.barrier()
+        with pytest.raises(training.CheckpointError, match=rf"cannot be used \({name} does not match its checksum\)"):
+            checkpoint.load()
+        dist.barrier()
+    link.detach()
+    logging.getLogger("thinwire.checkpoint").removeHandler(handler)
+    return said, there
+
+
+def flip_a_bit(path: Path) -> None:
+    """Flip a bit in the middle of a file, which is in a tensor."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_full_disk_is_reported_once_and_damaged_files_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "200k") as disk:
+        (first, there), (second, _) = cluster.run(saving, 2, disk / "saved", disk / "filler")
+    files = [[f"step-0000000{step}/{name}.pt" for name in ("link-0", "link-1", "model")] for step in (1, 4)]
+    assert there == [files[0], files[0], files[0], files[1]]
+    assert len(first) == 2 and not second
+    full = rf"\(no space left on device on the disk {disk}: the file needs at least [\d,]+ bytes, [\d,]+ are free\)"
+    assert re.match(rf"cannot write the checkpoint .*step-00000002 {full}: training goes on", first[0])
+    assert first[1] == f"the checkpoint {disk / 'saved' / 'step-00000004'} can be written again"
+
+
+def test_warnings_of_ranks_are_shown() -> None:
+    console = Console(file=io.StringIO(), width=200, record=True)
+    with launch.RunProgress(["topk1"], [8], "accuracy", console) as progress:
+        follower = launch.Follower([], progress)
+        follower.read(0, "WARNING cannot write the checkpoint [x]")
+        follower.read(0, "something else")
+    assert console.export_text() == "cannot write the checkpoint [x]\n"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("server", [[], ["--server"]], ids=["ddp", "server"])
+def test_a_training_goes_on_when_the_disk_is_full(tmp_path: Path, server: list[str]) -> None:
+    (tmp_path / "run.toml").write_text("[output]\nevents = 'run.jsonl'\n[training]\nevaluate_every = 2\n")
+    words = ["train", "digits", *server, "--workers", "2", "--batch", "4", "--max-steps", "4", "--config", "run.toml"]
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        done = subprocess.run(
+            [THINWIRE, *words, "--checkpoint", disk], cwd=tmp_path, capture_output=True, text=True, timeout=240
+        )
+        assert [path for path in disk.rglob("*") if path.is_file()] == []
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert said.count("cannot write the ") == 1 and f"no space left on device on the disk {disk}: the file" in said
+    assert len([step for step in read_log(tmp_path / "run.jsonl").steps if step.rank == 0]) == 4
 
 
 DENSE = MethodResult("dense", 100.0, 10.0, 90.0, 1e6, 40.0, 60.0, 1.0, 0.99, 0.97)

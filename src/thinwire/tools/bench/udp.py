@@ -189,6 +189,7 @@ def receive_flows(address: str, port: int, seconds: float, senders: int, streams
     begin, ends = 0.0, time.monotonic() + seconds + 60
     while time.monotonic() < ends:
         for peer, parts in listener.poll(0.05):
+            listener.keep(peer)
             name = names.setdefault(peer, f"udp {len(names)}")
             pieces = unpack(parts[1]) if len(parts) == 2 else None
             counts[name] = counts.get(name, 0) + (0 if pieces is None else sum(map(len, pieces.arrived.values())))

@@ -20,7 +20,7 @@ from thinwire.tools.lab import Lab
 from thinwire.tools.lab.check import check, ready
 from thinwire.tools.lab.launching import PIPED, Launch
 from thinwire.tools.options import LINE_EVERY
-from thinwire.tools.race.training import Plan, parse
+from thinwire.tools.race.training import WARNING, Plan, parse
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
 
 
@@ -148,8 +148,8 @@ class RunProgress:
 
     def __init__(self, names: list[str], totals: list[int], metric: str, console: Console | None = None) -> None:
         self._names, self._totals, self._metric = names, totals, metric
-        self._console = console if console is not None else Console(stderr=True)
-        self._bars = self._make_bars() if self._console.is_terminal else None
+        self.console = console if console is not None else Console(stderr=True)
+        self._bars = self._make_bars() if self.console.is_terminal else None
         self._tasks = self._make_tasks(self._bars) if self._bars is not None else []
         self._began: dict[int, float] = {}
         self._said = time.monotonic()
@@ -165,7 +165,7 @@ class RunProgress:
             TextColumn("{task.completed:>3.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[news]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            console=self._console,
+            console=self.console,
         )
 
     def _make_tasks(self, bars: Progress) -> list[TaskID]:
@@ -204,7 +204,7 @@ class RunProgress:
             self._bars.update(self._tasks[run], completed=self._step[run], total=total, news=news)
         elif ended or now - self._said >= LINE_EVERY:
             self._said = now
-            self._console.print(self.line(run, now, ended=ended), highlight=False, soft_wrap=True)
+            self.console.print(self.line(run, now, ended=ended), highlight=False, soft_wrap=True)
 
     def _shown(self, run: int, before: str) -> str:
         value = self._value[run]
@@ -232,11 +232,14 @@ class Follower:
         self, logs: Sequence[EventLog], progress: RunProgress | None = None, *, every_rank: bool = True
     ) -> None:
         self._logs, self._progress, self._every_rank = logs, progress, every_rank
+        self._console = Console(stderr=True) if progress is None else progress.console
 
     def read(self, host: int, line: str) -> None:
-        """Take in a line that a worker printed; lines that are no events are left out."""
+        """Take in a line that a worker printed: an event, or a warning, which is shown. Other lines are left out."""
         if (found := parse(line)) is not None:
             self.take(*found)
+        elif line.startswith(f"{WARNING} "):
+            self._console.print(line.removeprefix(f"{WARNING} "), highlight=False, markup=False, soft_wrap=True)
 
     def take(self, run: int, event: Event | str) -> None:
         """Take in an event, or the reason of a run's end."""

@@ -29,7 +29,7 @@ from thinwire.server.server import Mode, Server
 from thinwire.server.worker import Worker
 from thinwire.tools.events import Eval, Step
 from thinwire.tools.race.profile import Profiler
-from thinwire.tools.race.training import Emit, Plan, optional_path, printing
+from thinwire.tools.race.training import Emit, Plan, optional_path, print_warnings, printing
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
 from thinwire.transport.addresses import connect, listen
@@ -151,7 +151,7 @@ class Serving:
         values: dict[str, Any] = {name: _number(figures.get(name), name) for name in _NUMBERS}
         values |= {name: _whole(figures.get(name), name) for name in _WHOLE_NUMBERS}
         for name, kind in (("waits", _number), ("staleness", _whole)):
-            if not isinstance(figures[name], list) or len(figures[name]) > 1 << 16:
+            if not isinstance(figures[name], list):
                 raise MessageError(f"a worker's {name} is not a list")
             values[name] = [kind(value, name) for value in figures[name]]
         self.emit(Step(epoch=self._order.epoch(values["step"]), wall=self.wall, rank=member.slot, **values))
@@ -266,6 +266,7 @@ def main() -> None:
     """Run one process of the training that the command line holds as JSON."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    print_warnings("thinwire.server.checkpoint")
     served, rank = ServedWork.from_json(sys.argv[1]), int(os.environ["RANK"])
     address = f"{served.settings.transport}://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:

@@ -6,6 +6,7 @@ variables set. It prints the events of its runs, one line each, with the number 
 """
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import DamagedFileError, ThinwireError
+from thinwire.files import WriteMonitor, explain, flush_folder, open_checked, replace_file
 from thinwire.link.link import Link
 from thinwire.tools.events import Eval, Event, Step, from_line, to_line
 from thinwire.tools.observe import gradient_histogram
@@ -31,18 +33,26 @@ from thinwire.tools.race.methods import applies_momentum, apply_method, single_b
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe, Splits
 
+log = logging.getLogger("thinwire.checkpoint")
+
 EVENT = "EVENT"  # begins a line that holds an event
+WARNING = "WARNING"  # begins a line that the parent process shows
+# The version of checkpoints; those of thinwire 0.2.0 have none, and their files have no checksums.
+_VERSION = 2
+# Bytes of a rank's reason why it cannot write its part of a checkpoint.
+_REASON_BYTES = 512
 
 
 class CheckpointError(ThinwireError):
     """A checkpoint cannot be read or written."""
 
 
-def save_whole(value: dict[str, Any], path: Path) -> None:
-    """Write a file under another name and rename it, so that a crash leaves the old file."""
-    partial = path.with_suffix(".partial")
-    torch.save(value, partial)
-    os.replace(partial, path)
+def print_warnings(logger: str) -> None:
+    """Print the warnings of a logger as lines that the parent process shows."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"{WARNING} %(message)s"))
+    logging.getLogger(logger).addHandler(handler)
+    logging.getLogger(logger).propagate = False
 
 
 def open_folder(folder: Path) -> None:
@@ -60,21 +70,44 @@ class Checkpoint:
     def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, link: Link | None) -> None:
         self.folder, self._model, self._optimizer, self._link = folder, model, optimizer, link
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._monitor = WriteMonitor(log.warning, "the checkpoint")
         open_folder(folder)
 
     def save(self, step: int, wall: float) -> None:
-        """Save a checkpoint, on all ranks at the same step, and delete the older ones when it is complete."""
+        """Save a checkpoint, on all ranks at the same step, and delete the older ones when it is complete.
+
+        If any rank cannot write, rank 0 says so and the last checkpoint stays: training goes on.
+        """
         place = self.folder / f"step-{step:08d}"
+        failures = self._gather(_attempt(place, lambda: self._save_link(place)))
+        if self._rank != 0:
+            return
+        states = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state = {"version": _VERSION, "step": step, "wall": wall, "world": self._world, **states}
+        reason = next(filter(None, failures), "") or _attempt(place, lambda: _write(place / "model.pt", state))
+        if reason:
+            shutil.rmtree(place, ignore_errors=True)
+            self._monitor.failed(place, reason)
+            return
+        self._monitor.succeeded(place)
+        for old in self.folder.glob("step-*"):
+            if old.name < place.name:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _save_link(self, place: Path) -> None:
         place.mkdir(exist_ok=True)
+        flush_folder(self.folder)
         if self._link is not None:
-            save_whole(self._link.state_dict(), place / f"link-{self._rank}.pt")
-        dist.barrier()
-        if self._rank == 0:
-            states = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-            save_whole({"step": step, "wall": wall, "world": self._world, **states}, place / "model.pt")
-            for old in self.folder.glob("step-*"):
-                if old.name < place.name:
-                    shutil.rmtree(old)
+            _write(place / f"link-{self._rank}.pt", self._link.state_dict())
+
+    def _gather(self, reason: str) -> list[str]:
+        """Return all ranks' reasons why they cannot write, "" for those that can. A collective operation."""
+        mine = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
+        data = reason.encode()[:_REASON_BYTES]
+        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        found = [torch.zeros_like(mine) for _ in range(self._world)]
+        dist.all_gather(found, mine)
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
 
     def _check_agreement(self, step: int) -> None:
         """Raise CheckpointError if ranks found different steps: they would train different models."""
@@ -99,6 +132,18 @@ class Checkpoint:
                         "continue with the same value, or start again in another folder"
                     )
 
+    def _read(self, place: Path) -> dict[str, Any]:
+        """Read the model's file. One of thinwire 0.2.0 has no version and no checksum, and is used with a warning."""
+        with open_checked(place / "model.pt", required=False) as (file, checked):
+            state: dict[str, Any] = torch.load(file, weights_only=True)
+        if "version" in state and not checked:
+            raise DamagedFileError("model.pt has lost its checksum")
+        if not checked and self._rank == 0:
+            log.warning(
+                "the checkpoint %s has no checksums, because thinwire 0.2.0 wrote it: it is not verified", place
+            )
+        return state
+
     def load(self) -> tuple[int, float]:
         """Restore the newest complete checkpoint and return its step and training seconds; (0, 0) if there is none."""
         found = sorted(p.parent for p in self.folder.glob("step-*/model.pt"))
@@ -106,19 +151,40 @@ class Checkpoint:
         if not found:
             return 0, 0.0
         try:
-            state = torch.load(found[-1] / "model.pt", weights_only=True)
+            state = self._read(found[-1])
             self._model.load_state_dict(state["model"])
             self._check_rates(state["optimizer"])
             self._optimizer.load_state_dict(state["optimizer"])
             if self._link is not None:
-                links = [torch.load(found[-1] / f"link-{rank}.pt", weights_only=True) for rank in range(state["world"])]
-                self._link.load_state_dict(links)
+                self._link.load_state_dict(_read_links(found[-1], state["world"], checked="version" in state))
         except CheckpointError:
             raise
         except Exception as error:  # torch raises many kinds for files that are not checkpoints
             why = f"cannot be used ({' '.join(str(error).split())[:200]})"
             raise CheckpointError(f"the checkpoint {found[-1]} {why}: remove it or start again") from error
         return int(state["step"]), float(state["wall"])
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    replace_file(path, lambda out: torch.save(state, out), checksum=True)
+
+
+def _read_links(place: Path, world: int, *, checked: bool) -> list[dict[str, Any]]:
+    """Read all ranks' states of the link. checked: their files must have checksums."""
+    states = []
+    for rank in range(world):
+        with open_checked(place / f"link-{rank}.pt", required=checked) as (file, _):
+            states.append(torch.load(file, weights_only=True))
+    return states
+
+
+def _attempt(place: Path, write: Callable[[], object]) -> str:
+    """Write, and return the reason why that is impossible, or ""."""
+    try:
+        write()
+    except (OSError, RuntimeError) as error:
+        return explain(place, error)
+    return ""
 
 
 def interface_bytes(interface: str) -> tuple[int, int] | None:
@@ -378,6 +444,7 @@ def parse(line: str) -> tuple[int, Event | str] | None:
 def main() -> None:
     """Run one rank of the work that the command line holds as JSON."""
     torch.set_num_threads(1)
+    print_warnings(log.name)
     dist.init_process_group("gloo")
     try:
         run_all(Work.from_json(sys.argv[1]), printing(dist.get_rank()))

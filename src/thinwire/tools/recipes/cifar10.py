@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from thinwire.errors import RecipeError
+from thinwire.files import replace_file
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tools.recipes.files import (
     CIFAR_IMAGES,
@@ -26,7 +27,6 @@ from thinwire.tools.recipes.files import (
     fetch,
     find_file,
     map_cifar_batch,
-    write_file,
 )
 from thinwire.tools.recipes.recipe import Batch, Defaults, Recipe, Splits
 
@@ -67,7 +67,7 @@ def unpack(archive: Path) -> None:
                 member = tar.extractfile(f"{FOLDER}/{name}")
                 if member is None:
                     raise KeyError(name)
-                write_file(target / name, partial(shutil.copyfileobj, member))
+                replace_file(target / name, partial(shutil.copyfileobj, member), shared=True)
     except (tarfile.TarError, KeyError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecipeError(f"{archive} is corrupt ({error}): delete it and run again.") from error
     except OSError as error:

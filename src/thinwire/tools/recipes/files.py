@@ -7,11 +7,9 @@ import errno
 import gzip
 import hashlib
 import os
-import tempfile
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
@@ -25,6 +23,7 @@ import numpy.typing as npt
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.errors import RecipeError
+from thinwire.files import replace_file
 
 CHUNK = 1 << 18
 _DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -60,7 +59,8 @@ def fetch(asset: Asset, folder: Path) -> Path:
     reasons = []
     for url in asset.urls:
         try:
-            write_file(path, partial(_download, url, asset.name), partial(_check, asset))
+            write = partial(_download, url, asset.name)
+            replace_file(path, write, check=partial(_check, asset), shared=True)
             return path
         except (OSError, HTTPException, RecipeError) as error:
             if isinstance(error, OSError) and error.errno in _DISK:  # another mirror would not help
@@ -76,20 +76,6 @@ def cannot_write(folder: Path, error: OSError) -> RecipeError:
     """Return the error about a cache folder that cannot be written."""
     why = error.strerror or error
     return RecipeError(f"cannot write to the cache folder {folder} ({why}): free some space, or set XDG_CACHE_HOME.")
-
-
-def write_file(
-    path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], object] = lambda written: None
-) -> None:
-    """Write a file that appears under its name only when it is complete and checked."""
-    handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            write(out)
-        check(Path(temporary))
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def _download(url: str, name: str, out: BinaryIO) -> None:

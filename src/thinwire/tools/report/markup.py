@@ -1,14 +1,13 @@
 """Fills the HTML templates of all pages, with their text, tables, data and scripts in one file."""
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from thinwire import files
 from thinwire.errors import LogError
 
 Row = Mapping[str, str]
@@ -79,18 +78,11 @@ def table_of(rows: Sequence[Row]) -> str:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a page completely or not at all."""
-    part = None
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as out:
-            part = Path(out.name)
-            out.write(text)
-        os.chmod(part, 0o644)
-        os.replace(part, path)
+        files.replace_file(path, lambda out: out.write(text.encode()), shared=True, mode=0o644)
     except OSError as error:
-        raise LogError(f"cannot write the report {path} ({error.strerror}): choose another place.") from error
-    finally:  # also after Ctrl-C; after the rename the file does not exist
-        if part is not None:
-            part.unlink(missing_ok=True)
+        reason = files.explain(path, error)
+        raise LogError(f"cannot write the report {path} ({reason}): choose another place.") from error
 
 
 def write_study_page(

@@ -6,15 +6,24 @@ import secrets
 import socket
 import struct
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer, Connection, Listener, Parts, Peer
-from thinwire.transport.limits import MTU, check_mtu
+from thinwire.transport.limits import AT_ONCE, MTU, LogLimit, check_mtu
 from thinwire.transport.tcp import TcpConnection, TcpListener
 from thinwire.transport.udp.congestion import FairShares
-from thinwire.transport.udp.packet import DATA_BYTES, OVERHEAD, Envelope, EnvelopeKind, new_keys, read_envelope
+from thinwire.transport.udp.packet import (
+    DATA_BYTES,
+    HEAD_BYTES,
+    OVERHEAD,
+    Envelope,
+    EnvelopeKind,
+    new_keys,
+    read_envelope,
+)
 from thinwire.transport.udp.recovery import MOST_PIECES, pack_all
 from thinwire.transport.udp.session import UdpSession
 from thinwire.transport.udp.socket import SocketThread, open_socket
@@ -24,27 +33,27 @@ log = logging.getLogger("thinwire.transport")
 # What the server tells a worker of its session: number, port, mtu, keys
 _WELCOME = struct.Struct("<IHH64s")
 _TOKEN_BYTES = 8
-# The largest head of a message, which every packet repeats.
-_HEAD_BYTES = 48
 # Seconds between two log lines about a session, and between two attempts of a worker to join.
 _LOG_SECONDS, _JOIN_SECONDS = 30.0, 2.0
 # Seconds that the last packets have to leave when a worker closes its connection.
 _CLOSE_SECONDS = 1.0
-# The most sessions of a server, more than it ever has workers.
-_MOST_SESSIONS = 8192
-# Seconds for which the session of a peer that is gone is kept: it may still be sent something, or come back.
-_LINGER_SECONDS = 30.0
+# Sessions that were offered and not used yet: how many are remembered, and for how many seconds.
+_MOST_OFFERS, _OFFER_SECONDS = 4096, 10.0
+# Sessions of peers that the server has not admitted: as many as one `poll` can begin, so that a new worker's session is
+# not dropped before the server has read its HELLO message. One is dropped after so many seconds without a message; the
+# session of a peer that was admitted once is kept longer, because it may still be sent something, or come back.
+_MOST_STRANGERS, _STRANGER_SECONDS, _LINGER_SECONDS = AT_ONCE, 5.0, 30.0
 
 
 def piece_bytes(mtu: int) -> int:
     """Return the bytes of a message's body that fit into a packet."""
-    return mtu - OVERHEAD - DATA_BYTES - _HEAD_BYTES
+    return mtu - OVERHEAD - DATA_BYTES - HEAD_BYTES
 
 
 def send_pieces(thread: SocketThread, session: UdpSession, head: bytes, pieces: Sequence[Buffer]) -> int | None:
     """Send a message in packets and return its ticket; or send it over TCP and return None if packets do not arrive."""
-    if len(head) > _HEAD_BYTES:
-        raise ValueError(f"the head of a message in pieces has at most {_HEAD_BYTES} bytes, not {len(head)}")
+    if len(head) > HEAD_BYTES:
+        raise ValueError(f"the head of a message in pieces has at most {HEAD_BYTES} bytes, not {len(head)}")
     with thread.lock:
         if not pieces or len(pieces) > MOST_PIECES or not session.can_send(time.monotonic()):
             session.put(EnvelopeKind.WHOLE, [head, pack_all(pieces)])
@@ -126,7 +135,7 @@ class UdpConnection(Connection):
                 if envelope.kind is EnvelopeKind.OPEN:
                     session.address = (self._host, 0)
                 elif envelope.kind > EnvelopeKind.UNKNOWN:
-                    session.receive_envelope(envelope, reliable=True)
+                    session.receive_envelope(envelope, time.monotonic(), reliable=True)
         return []
 
     def _begin_session(self, welcome: bytes) -> None:
@@ -203,6 +212,17 @@ class UdpConnection(Connection):
         self._tcp.close()
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """A session that a worker has asked for and not used yet. It costs far less than a session."""
+
+    token: bytes
+    number: int
+    keys: bytes
+    welcome: bytes
+    since: float
+
+
 class UdpListener(Listener):
     """The server's side: one UDP socket for the sessions of all workers."""
 
@@ -217,8 +237,12 @@ class UdpListener(Listener):
             sock.bind((host, 0))
         self._port = int(sock.getsockname()[1])
         self._sessions: dict[Peer, UdpSession] = {}
+        self._offers: OrderedDict[Peer, _Offer] = OrderedDict()
+        # Peers with a session that the server has not admitted, or not any more, and when their sessions expire. The
+        # one that was heard from least recently comes first.
+        self._strangers: OrderedDict[Peer, float] = OrderedDict()
         self._unreachable: set[Peer] = set()
-        self._forgotten: dict[Peer, float] = {}  # peers that are gone, and since when
+        self._discards = LogLimit(log, logging.WARNING)
         self._shares = FairShares()
         self._logged = time.monotonic()
         self._thread = SocketThread(sock, tcp.wake, server=True)
@@ -241,7 +265,7 @@ class UdpListener(Listener):
             try:
                 found += self._receive_tcp(peer, parts)
             except TransportError as error:
-                log.warning("Discarded a worker's message: %s", error)
+                self._discards.say(time.monotonic(), "Discarded a worker's message: %s", error)
         found += self._deliver(read=self._tcp.watched)
         if not found and timeout and self._thread.sleep_while_arriving():
             return self._deliver()
@@ -249,42 +273,75 @@ class UdpListener(Listener):
 
     def _receive_tcp(self, peer: Peer, parts: Parts) -> list[tuple[Peer, Parts]]:
         """Process a message that came over TCP; return it if it is not an envelope of this transport."""
-        envelope = read_envelope(parts)
-        self._forgotten.pop(peer, None)
+        envelope, now = read_envelope(parts), time.monotonic()
         if envelope is None:  # the worker uses tcp alone; the server will refuse it
             return [(peer, parts)]
-        session = self._sessions.get(peer)
         if envelope.kind is EnvelopeKind.JOIN:
-            self._admit(peer, bytes(envelope.parts[0]) if envelope.parts else b"")
-        elif session is None or session.number != envelope.session:
+            self._offer(peer, bytes(envelope.parts[0]) if envelope.parts else b"", now)
+            return []
+        session = self._session_of(peer, envelope.session, now)
+        if session is None:
             self._tcp.send(peer, Envelope(EnvelopeKind.UNKNOWN, envelope.session, 0, []).as_parts())
         elif envelope.kind > EnvelopeKind.UNKNOWN:
             with self._thread.lock:
-                session.receive_envelope(envelope, reliable=True)
+                session.receive_envelope(envelope, now, reliable=True)
         return []
 
-    def _admit(self, peer: Peer, token: bytes) -> None:
-        """Give a worker a session; one that asks again with the same token gets the same session."""
-        sessions = self._thread.sessions
-        with self._thread.lock:
-            session = self._sessions.get(peer)
-            if session is None or session.token != token or len(token) != _TOKEN_BYTES:
+    def _offer(self, peer: Peer, token: bytes, now: float) -> None:
+        """Offer a worker a session; one that asks again with the same token gets the same answer."""
+        if len(token) != _TOKEN_BYTES:
+            raise TransportError("a request for a session is malformed")
+        known = self._sessions.get(peer) or self._offers.get(peer)
+        if known is None or known.token != token:
+            number, keys = secrets.randbits(32), new_keys()
+            known = _Offer(token, number, keys, _WELCOME.pack(number, self._port, self._mtu, keys), now)
+            self._offers.pop(peer, None)
+            while len(self._offers) >= _MOST_OFFERS:
+                self._offers.popitem(last=False)
+            self._offers[peer] = known
+        self._tcp.send(peer, Envelope(EnvelopeKind.KEY, known.number, 0, [known.welcome]).as_parts())
+
+    def _session_of(self, peer: Peer, number: int, now: float) -> UdpSession | None:
+        """Return a peer's session with this number, which begins if it was only offered before; None if there is none.
+
+        A session begins with its first message, so that whoever only asks for sessions makes the server keep none.
+        """
+        session, offer = self._sessions.get(peer), self._offers.get(peer)
+        if offer is not None and offer.number == number and number not in self._thread.sessions:
+            del self._offers[peer]
+            admitted = session is not None and session.admitted and peer not in self._strangers
+            with self._thread.lock:
                 self._drop(peer)
-                while len(self._sessions) >= _MOST_SESSIONS:
-                    self._drop(next(iter(self._sessions)))
-                number = next(n for n in iter(lambda: secrets.randbits(32), None) if n not in sessions)
-                keys = new_keys()
-                session = UdpSession(number, keys, server=True, mtu=self._mtu, shares=self._shares)
-                session.token, session.welcome = token, _WELCOME.pack(number, self._port, self._mtu, keys)
-                self._sessions[peer] = sessions[number] = session
-        self._tcp.send(peer, Envelope(EnvelopeKind.KEY, session.number, 0, [session.welcome]).as_parts())
+                session = UdpSession(number, offer.keys, server=True, mtu=self._mtu, shares=self._shares)
+                session.token, session.welcome, session.admitted = offer.token, offer.welcome, admitted
+                self._sessions[peer] = self._thread.sessions[number] = session
+            if not admitted:
+                self._strangers[peer] = now + _STRANGER_SECONDS
+                while len(self._strangers) > _MOST_STRANGERS:
+                    with self._thread.lock:
+                        self._drop(next(iter(self._strangers)))
+        if session is None or session.number != number:
+            return None
+        if peer in self._strangers:
+            linger = _LINGER_SECONDS if session.admitted else _STRANGER_SECONDS
+            self._strangers[peer] = now + linger
+            self._strangers.move_to_end(peer)
+        return session
 
     def _drop(self, peer: Peer) -> None:
         session = self._sessions.pop(peer, None)
         if session is not None:
             self._thread.sessions.pop(session.number, None)
-        self._forgotten.pop(peer, None)
+        self._strangers.pop(peer, None)
         self._unreachable.discard(peer)
+
+    def _expire(self, now: float) -> None:
+        """Drop offers that nobody used, and sessions of strangers that are silent."""
+        while self._offers and now - next(iter(self._offers.values())).since > _OFFER_SECONDS:
+            self._offers.popitem(last=False)
+        for peer in [peer for peer, until in self._strangers.items() if now >= until]:
+            with self._thread.lock:
+                self._drop(peer)
 
     def _deliver(self, *, read: bool = True) -> list[tuple[Peer, Parts]]:
         """Return the messages that can be delivered, after on_report was called for the acks before them."""
@@ -309,15 +366,13 @@ class UdpListener(Listener):
         return [(peer, [memoryview(part) for part in parts]) for peer, parts in found]
 
     def _flush(self, *, everything: bool = False) -> None:
-        """Send what was queued since the last time, and drop the sessions of peers that are gone for long enough."""
+        """Send what was queued since the last time, and drop what has expired."""
         for peer, session in list(self._sessions.items()):
             for parts in self._thread.drain(session, everything=everything):
                 if not self._tcp.send(peer, parts):
                     self._unreachable.add(peer)
         now = time.monotonic()
-        for peer in [peer for peer, since in self._forgotten.items() if now - since > _LINGER_SECONDS]:
-            with self._thread.lock:
-                self._drop(peer)
+        self._expire(now)
         if now - self._logged > _LOG_SECONDS:
             self._logged = now
             for session in self._sessions.values():
@@ -342,17 +397,23 @@ class UdpListener(Listener):
         if session is None:
             self._tcp.send(peer, [head, pack_all(pieces)])
             return None
-        self._forgotten.pop(peer, None)
         return send_pieces(self._thread, session, head, pieces)
 
     def figures(self, peer: Peer) -> dict[str, float]:
         return figures(self._sessions[peer]) if peer in self._sessions else {}
 
+    def keep(self, peer: Peer) -> None:
+        session = self._sessions.get(peer)
+        if session is not None:
+            session.admitted = True
+            self._strangers.pop(peer, None)
+
     def forget(self, peer: Peer) -> None:
         self._tcp.forget(peer)
         session = self._sessions.get(peer)
         if session is not None:
-            self._forgotten[peer] = time.monotonic()
+            linger = _LINGER_SECONDS if session.admitted else _STRANGER_SECONDS
+            self._strangers[peer] = time.monotonic() + linger
             with self._thread.lock:
                 session.clear()
 

@@ -9,9 +9,10 @@ rejects replayed packets.
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -20,21 +21,27 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from thinwire import _native
 from thinwire.errors import TransportError
 from thinwire.transport.base import Buffer
+from thinwire.transport.limits import LARGEST_PACKET, MOST_PARTS
 
 # An envelope over TCP: magic, version, kind, whether acks follow, session, number in the session
 _ENVELOPE = struct.Struct("<4sBBHIQ")
-_MAGIC, _VERSION = b"TWUD", 1
+_MAGIC, _VERSION = b"TWUD", 2
 # A record, which is a short envelope among others: kind, parts, number, bytes of acks; then the lengths of the parts
 _RECORD = struct.Struct("<BBQH")
 _LENGTH = struct.Struct("<H")
 # A control packet, which holds records: kind, the number of the envelope that its sender expects next
 _CONTROL = struct.Struct("<BQ")
 # An ack: message, pieces, the sender's fair share of the receiver's link in bytes a second (0: no limit), bytes of the
-# bitmap (0: all pieces have arrived); in microseconds: ack delay, the least queueing delay, first to last arrival
-_ACK = struct.Struct("<IHIHIII")
+# ranges (0: all pieces have arrived); in microseconds: ack delay, the least queueing delay, first to last arrival.
+# Ranges of lost pieces follow: the pieces since the last range that arrived, then those that were lost, as LEB128.
+_ACK = struct.Struct("<IHIIIII")
 # An end marker: message, pieces, their bytes
 _END = struct.Struct("<IHI")
 _MOST = 0xFFFFFFFF
+# Limits on what one envelope holds. An honest sender stays far below them.
+_MOST_ACK_BYTES, _MOST_BATCH_BYTES, _MOST_RECORDS = 1 << 20, 1 << 15, 512
+# The largest head of a message, which every packet repeats.
+HEAD_BYTES = 48
 
 # Kinds of packets.
 DATA, CONTROL, PROBE = _native.DATA, 2, 3
@@ -77,34 +84,92 @@ class MessageAck:
 
     message: int
     count: int
-    lost: frozenset[int]
+    lost: tuple[range, ...] = ()  # ranges of pieces, in order
     delay: float = 0.0  # ack delay: seconds from the last packet to this ack
     queue: float = 0.0  # the least queueing delay of the packets, in seconds
     span: float = 0.0  # seconds from the first arrival to the last
     share: int = 0  # the sender's fair share of the receiver's link, bytes a second; 0 if it is the only sender
 
+    @property
+    def lost_pieces(self) -> frozenset[int]:
+        return frozenset(chain(*self.lost))
+
     def pack(self) -> bytes:
-        bits = sum(1 << i for i in range(self.count) if i not in self.lost) if self.lost else 0
-        bitmap = bits.to_bytes((self.count + 7) // 8, "little") if self.lost else b""
+        ranges, at = bytearray(), 0
+        for lost in self.lost:
+            ranges += _leb128(lost.start - at) + _leb128(len(lost))
+            at = lost.stop
         times = (min(int(max(0.0, seconds) * 1e6), _MOST) for seconds in (self.delay, self.queue, self.span))
-        return _ACK.pack(self.message, self.count, min(self.share, _MOST), len(bitmap), *times) + bitmap
+        return _ACK.pack(self.message, self.count, min(self.share, _MOST), len(ranges), *times) + ranges
 
 
-def read_acks(data: Buffer) -> list[MessageAck]:
-    """Read all acks in a buffer."""
-    view, at, found = memoryview(data), 0, []
+def missing_ranges(count: int, arrived: Iterable[int]) -> tuple[range, ...]:
+    """Return the ranges of the pieces from 0 to `count` that have not arrived."""
+    found: list[range] = []
+    at = 0
+    for index in (*sorted(arrived), count):
+        if index > at:
+            found.append(range(at, index))
+        at = index + 1
+    return tuple(found)
+
+
+def _leb128(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+def _read_ranges(data: memoryview, count: int) -> tuple[range, ...]:
+    """Read the ranges of lost pieces of a message with `count` pieces; raise TransportError if they are malformed."""
+    numbers: list[int] = []
+    number = shift = 0
+    for byte in data:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if not byte & 0x80:
+            numbers.append(number)
+            number = shift = 0
+        elif shift > 14:
+            raise TransportError("a range of an ack is malformed")
+    found: list[range] = []
+    at = 0
+    for gap, length in zip(numbers[::2], numbers[1::2], strict=False):
+        if not length or at + gap + length > count:
+            raise TransportError("a range of an ack exceeds its message")
+        found.append(range(at + gap, at + gap + length))
+        at += gap + length
+    if shift or len(numbers) % 2:
+        raise TransportError("the ranges of an ack are cut off")
+    return tuple(found)
+
+
+def read_acks(data: Buffer, outstanding: Callable[[int], int | None]) -> list[MessageAck]:
+    """Read the acks in a buffer that are of outstanding messages; raise TransportError if any of these is malformed.
+
+    outstanding: returns the number of pieces of a message that waits for its ack, None for all others. What is read is
+    thus bounded by what was sent, whatever a peer claims to have received.
+    """
+    view, at = memoryview(data), 0
+    found: list[MessageAck] = []
+    if len(view) > _MOST_ACK_BYTES:
+        raise TransportError(f"{len(view)} bytes of acks are too many")
+    seen: set[int] = set()
     while at < len(view):
         if at + _ACK.size > len(view):
             raise TransportError("an ack is cut off")
         message, count, share, length, delay, queue, span = _ACK.unpack_from(view, at)
         at += _ACK.size
-        bitmap = view[at : at + length]
+        if length > len(view) - at:
+            raise TransportError("the ranges of an ack are cut off")
+        if outstanding(message) == count and message not in seen:
+            seen.add(message)
+            lost = _read_ranges(view[at : at + length], count)
+            found.append(MessageAck(message, count, lost, delay * 1e-6, queue * 1e-6, span * 1e-6, share))
         at += length
-        if length not in (0, (count + 7) // 8) or len(bitmap) != length:
-            raise TransportError("the bitmap of an ack has the wrong size")
-        bits = int.from_bytes(bitmap, "little")
-        lost = frozenset(i for i in range(count) if not bits >> i & 1) if length else frozenset()
-        found.append(MessageAck(message, count, lost, delay * 1e-6, queue * 1e-6, span * 1e-6, share))
     return found
 
 
@@ -147,14 +212,19 @@ def read_envelope(parts: Sequence[Buffer]) -> Envelope | None:
 
 def read_records(session: int, data: Buffer) -> list[Envelope]:
     """Return all envelopes in the records of a batch or a control packet."""
-    view, at, found = memoryview(data), 0, []
+    view, at = memoryview(data), 0
+    found: list[Envelope] = []
+    if len(view) > _MOST_BATCH_BYTES:
+        raise TransportError(f"a batch of {len(view)} bytes is too long")
     while at < len(view):
         if at + _RECORD.size > len(view):
             raise TransportError("a record is cut off")
+        if len(found) == _MOST_RECORDS:
+            raise TransportError("a batch has too many records")
         kind, count, number, ack_bytes = _RECORD.unpack_from(view, at)
         at += _RECORD.size
         ends = at + count * _LENGTH.size
-        if not EnvelopeKind.PLAIN <= kind <= EnvelopeKind.ACK or ends > len(view):
+        if not EnvelopeKind.PLAIN <= kind <= EnvelopeKind.ACK or ends > len(view) or count > MOST_PARTS:
             raise TransportError("a record is malformed")
         lengths = [length for (length,) in _LENGTH.iter_unpack(view[at:ends])]
         at, pieces = ends, []
@@ -184,11 +254,18 @@ def pack_end(message: int, count: int, total: int, head: bytes) -> bytes:
     return _END.pack(message, count, total) + head
 
 
-def read_end(data: Buffer) -> tuple[int, int, int, bytes]:
-    """Return what an end marker contains: (message, pieces, their bytes, head)."""
-    if len(data) < _END.size:
-        raise TransportError("an end marker is cut off")
-    return (*_END.unpack_from(data), bytes(data[_END.size :]))
+def read_end(envelope: Envelope) -> tuple[int, int, int, bytes]:
+    """Return what an end marker contains: (message, pieces, their bytes, head); raise TransportError if it is invalid.
+
+    It takes the place of its message in the order of the session, so that both have the same number.
+    """
+    if len(envelope.parts) != 1 or not _END.size <= len(envelope.parts[0]) <= _END.size + HEAD_BYTES:
+        raise TransportError("an end marker has the wrong size")
+    data = envelope.parts[0]
+    message, count, total = _END.unpack_from(data)
+    if message != envelope.number or not count or total > count * LARGEST_PACKET:
+        raise TransportError("an end marker is malformed")
+    return message, count, total, bytes(data[_END.size :])
 
 
 def new_keys() -> bytes:
@@ -224,14 +301,15 @@ class PacketDecryptor:
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
-        self._newest, self._seen = 0, bytearray(REPLAY_WINDOW)  # seen[counter % window]: whether that packet has come
+        # seen[counter % window]: whether that packet has come. It is allocated for the first genuine one.
+        self._newest, self._seen = 0, bytearray()
         self.rejected: Counter[str] = Counter()
 
     def decrypt(self, packet: SplitPacket) -> bytes | None:
         """Return the contents of a packet; None, with no other effect, if it is forged or replayed."""
         _, counter, nonce, header, encrypted = packet
         age = self._newest - counter
-        if age >= 0 and (age >= REPLAY_WINDOW or self._seen[counter % REPLAY_WINDOW]):
+        if age >= 0 and (age >= REPLAY_WINDOW or not self._seen or self._seen[counter % REPLAY_WINDOW]):
             self.rejected["replayed"] += 1
             return None
         try:
@@ -239,6 +317,8 @@ class PacketDecryptor:
         except InvalidTag:
             self.rejected["forged"] += 1
             return None
+        if not self._seen:
+            self._seen = bytearray(REPLAY_WINDOW)
         if age < 0:
             if age < -1:
                 for skipped in range(max(self._newest + 1, counter - REPLAY_WINDOW + 1), counter):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from thinwire import _native
 from thinwire.errors import TransportError
-from thinwire.transport.base import Buffer
+from thinwire.transport.base import LARGEST, Buffer
 from thinwire.transport.udp.congestion import AckSample, Pacer
 from thinwire.transport.udp.packet import MessageAck
 
@@ -131,13 +131,15 @@ class PieceSender:
         message.left = now
         return True
 
-    def on_ack(self, ack: MessageAck, now: float) -> bool:
-        """Take an ack into account; return False if no message waits for it."""
-        message = self._unacked.get(ack.message)
-        if message is None or ack.count != len(message.pieces) or not message.left:
-            return False
-        del self._unacked[ack.message]
-        lost = len(ack.lost)
+    def outstanding(self, number: int) -> int | None:
+        """Return the number of pieces of a message that has left and waits for its ack; None for any other."""
+        message = self._unacked.get(number)
+        return len(message.pieces) if message is not None and message.left else None
+
+    def on_ack(self, ack: MessageAck, now: float) -> None:
+        """Take the ack of an outstanding message into account."""
+        message = self._unacked.pop(ack.message)
+        lost = sum(map(len, ack.lost))
         self.counts["lost"] += lost
         took, rtt, limited = message.left - message.began, now - message.left - ack.delay, message.limited
         sample = AckSample(ack.count, message.total, lost, ack.queue, ack.span, took, rtt, limited, ack.share)
@@ -145,7 +147,6 @@ class PieceSender:
         self._all_lost = self._all_lost + 1 if ack.count and lost == ack.count else 0
         if self._all_lost >= _ALL_LOST:
             self._all_lost, self.blocked_until = 0, now + _BACKOFF
-        return True
 
     def clear(self) -> None:
         """Drop all messages that are queued or wait for their acks."""
@@ -153,8 +154,9 @@ class PieceSender:
         self._unacked.clear()
 
 
-# Closed messages that are remembered, and messages that may be open at once: a sender's window is far below these.
-_CLOSED, _OPEN = 1024, 512
+# Closed messages that are remembered, and messages that may be open at once and their bytes: a sender's window is far
+# below these.
+_CLOSED, _OPEN, _OPEN_BYTES = 1024, 512, LARGEST
 # Seconds added to the measured delays, because timers and threads are that coarse.
 _GRANULARITY = 0.002
 _LONGEST = 1.0
@@ -200,6 +202,11 @@ class PartialMessage:
     def complete(self) -> bool:
         return len(self.pieces) == self.count
 
+    @property
+    def size(self) -> int:
+        """Bytes of the pieces that have arrived."""
+        return sum(map(len, self.pieces.values()))
+
 
 class Reassembly:
     """Reassembles the messages in pieces of one sender."""
@@ -211,19 +218,20 @@ class Reassembly:
         self._span = -1
         self._least: list[float] = []  # the least one-way delay, by two clocks, in each of the last three spans
         self.received = self.late = self.repeated = self.lost = 0
+        self._bytes = 0  # of the pieces of all open messages
 
-    def add(self, group: PacketGroup) -> bool:
+    def add(self, group: PacketGroup, now: float) -> bool:
         """Add packets of one message; return whether the message is complete now."""
         message, count, head, pieces, repeated, flight, first, last = group
         if message in self.closed:
             self.late += len(pieces)
             ended = self.closed[message]
             if ended is not None:
-                self.loss_timer.on_delay(time.monotonic() - ended)
+                self.loss_timer.on_delay(now - ended)
             return False
         found = self.open.get(message)
         if found is None:
-            if len(self.open) >= _OPEN:
+            while len(self.open) >= _OPEN or (self.open and self._bytes > _OPEN_BYTES):
                 self.close(next(iter(self.open)))
             found = self.open[message] = PartialMessage(message, count, head)
         if found.count != count or found.head != head:
@@ -241,7 +249,8 @@ class Reassembly:
         else:
             found.queue, found.stamps = delay, (first, last)
         found.pieces.update(pieces)
-        found.last = time.monotonic()
+        self._bytes += sum(map(len, pieces.values()))
+        found.last = now
         self.received += len(pieces)
         return found.complete
 
@@ -254,6 +263,7 @@ class Reassembly:
             return None
         found = self.open.get(message)
         if found is None or found.count != count or found.head != head:
+            self._bytes -= found.size if found is not None else 0
             found = self.open[message] = PartialMessage(message, count, head)
         found.total = total
         if found.ended is None:
@@ -263,6 +273,7 @@ class Reassembly:
     def close(self, number: int) -> PartialMessage:
         """Close a message: what is missing counts as lost."""
         message = self.open.pop(number)
+        self._bytes -= message.size
         self.closed[number] = message.ended
         while len(self.closed) > _CLOSED:
             self.closed.popitem(last=False)
@@ -270,6 +281,11 @@ class Reassembly:
         if message.pieces and message.ended is not None:
             self.loss_timer.on_delay(message.last - message.ended)
         return message
+
+    def close_before(self, number: int) -> None:
+        """Close the messages before a number: they were skipped, and will not be delivered."""
+        for each in [each for each in self.open if each < number]:
+            self.close(each)
 
     def _queueing_delay(self, flight: float, now: float) -> float:
         """Return by how much a one-way delay exceeds the least of the last 20 to 30 seconds."""

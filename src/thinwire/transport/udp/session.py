@@ -6,13 +6,15 @@ packets where the network loses packets, because TCP would delay them. A session
 socket thread's lock guards it.
 """
 
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from thinwire.transport.base import Buffer
+from thinwire.errors import TransportError
+from thinwire.transport.base import LARGEST, Buffer
 from thinwire.transport.udp import packet
 from thinwire.transport.udp.congestion import FairShares
 from thinwire.transport.udp.packet import KEY_BYTES, Envelope, EnvelopeKind, MessageAck
@@ -26,6 +28,8 @@ _RETRANSMITS = 5
 _BATCH_BYTES = 1 << 14
 # The pause in seconds that means "nothing is due".
 _NEVER = 3600.0
+
+Outstanding = Callable[[int], int | None]  # as `packet.read_acks` takes it
 
 
 @dataclass(slots=True)
@@ -183,24 +187,32 @@ class ReorderBuffer:
     def __init__(self) -> None:
         self.expected = 1
         self.early: dict[int, Envelope] = {}  # those that were not delivered yet
-        self.acks: dict[int, list[MessageAck]] = {}  # the parsed acks of these
+        self._bytes = 0  # of these
         self._highest = 0  # the highest number that came over TCP: an envelope missing before it never comes
         self.gaps = 0  # how often envelopes were skipped because they were lost with a connection
 
-    def add(self, envelope: Envelope, *, reliable: bool) -> bool:
-        """Add an envelope from either channel; return False if it is a duplicate or too far ahead."""
+    def add(self, envelope: Envelope, outstanding: Outstanding, *, reliable: bool) -> bool:
+        """Add an envelope from either channel; return False if it is a duplicate or too far ahead.
+
+        TransportError if it is malformed: everything is checked before anything is kept, so that a malformed envelope
+        neither takes memory nor blocks the envelopes behind it.
+        """
         number = envelope.number
         if number < self.expected or number in self.early or (not reliable and number > self.expected + AHEAD):
             return False
-        # Malformed acks and end markers raise here, before they can block the envelopes behind them.
-        if len(envelope.acks):
-            self.acks[number] = packet.read_acks(envelope.acks)
+        packet.read_acks(envelope.acks, outstanding)
         if envelope.kind is EnvelopeKind.END:
-            packet.read_end(envelope.parts[0] if envelope.parts else b"")
+            packet.read_end(envelope)
         self.early[number] = envelope
+        self._bytes += envelope.size
         if reliable:
             self._highest = max(self._highest, number)
         return True
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that nothing may wait for lost packets any more."""
+        return len(self.early) > AHEAD or self._bytes > LARGEST
 
     def current(self) -> Envelope | None:
         """Return the next envelope if it is here; skip those that were lost with a connection."""
@@ -210,8 +222,8 @@ class ReorderBuffer:
 
     def advance(self) -> None:
         """Go on to the next number."""
-        self.early.pop(self.expected, None)
-        self.acks.pop(self.expected, None)
+        done = self.early.pop(self.expected, None)
+        self._bytes -= 0 if done is None else done.size
         self.expected += 1
 
 
@@ -254,6 +266,7 @@ class UdpSession:
         self._news = 0.0  # when a control packet last brought new envelopes
         self._repeated = False  # whether the other side retransmits what is here already: it needs an ack
         self.token = self.welcome = b""  # server: the worker's request for this session, and the answer to it
+        self.admitted = True  # whether messages in pieces are accepted; a server admits its workers first
 
     # Out
 
@@ -333,43 +346,44 @@ class UdpSession:
 
     # In
 
-    def receive_envelope(self, envelope: Envelope, *, reliable: bool) -> bool:
+    def receive_envelope(self, envelope: Envelope, now: float, *, reliable: bool) -> bool:
         """Add an envelope of this session from either channel; return whether it is new."""
         if envelope.kind is EnvelopeKind.BATCH:
             self._out.on_ack(envelope.number)
             records = packet.read_records(self.number, envelope.parts[0] if envelope.parts else b"")
-            return any([self.receive_envelope(each, reliable=reliable) for each in records])
-        if not self._in.add(envelope, reliable=reliable):
+            return any([self.receive_envelope(each, now, reliable=reliable) for each in records])
+        if not self._in.add(envelope, self.sender.outstanding, reliable=reliable):
             return False
         if envelope.kind is EnvelopeKind.END:  # start the loss timer now, even if earlier envelopes are missing
-            self.reassembly.end(*packet.read_end(envelope.parts[0]), time.monotonic())
+            self.reassembly.end(*packet.read_end(envelope), now)
         return True
 
-    def receive_control(self, expected: int, envelopes: list[Envelope]) -> bool:
+    def receive_control(self, expected: int, envelopes: list[Envelope], now: float) -> bool:
         """Add the envelopes of a control packet; return whether any is new."""
         self._out.on_ack(expected)
-        news = any([self.receive_envelope(each, reliable=False) for each in envelopes])
-        now = time.monotonic()
+        news = any([self.receive_envelope(each, now, reliable=False) for each in envelopes])
         if news:
             self._news = now
         # Copies arrive together. An envelope that comes again later is a retransmission, so its ack was lost.
         self._repeated |= bool(envelopes) and now - self._news > _GRANULARITY
         return news
 
-    def receive_pieces(self, group: PacketGroup) -> bool:
+    def receive_pieces(self, group: PacketGroup, now: float) -> bool:
         """Add packets of a message; return whether the message is complete and can be delivered."""
         message = group[0]
+        if not self.admitted:
+            return False
         if not self._in.expected <= message <= self._in.expected + AHEAD and message not in self.reassembly.closed:
             return False
         if self._shares is not None:
             self._shares.on_packets(self.number, self.mtu * len(group[3]), group[-1])
-        return self.reassembly.add(group) and message == self._in.expected
+        return self.reassembly.add(group, now) and message == self._in.expected
 
     def deliver(self, now: float) -> tuple[list[list[Buffer]], list[Lost]]:
         """Return the messages that can be delivered in order, and what acks tell of messages that were sent."""
         found: list[list[Buffer]] = []
         lost: list[Lost] = []
-        partial = self.reassembly.open
+        partial, gaps = self.reassembly.open, self._in.gaps
         while self.has_news:
             message = partial.get(self._in.expected)
             if message is not None and message.complete:  # it needs no end marker
@@ -377,29 +391,40 @@ class UdpSession:
             elif (envelope := self._in.current()) is None:
                 break
             elif envelope.kind is EnvelopeKind.END:
-                message = self.reassembly.end(*packet.read_end(envelope.parts[0]), now)
+                message = self.reassembly.end(*packet.read_end(envelope), now)
                 if message is not None:
-                    if not message.complete and now < self._gives_up(message):
+                    if not message.complete and now < self._gives_up(message) and not self._in.full:
                         break
                     found.append(self._finish(message, now))
             else:
                 if envelope.kind is not EnvelopeKind.ACK:
                     found.append(list(envelope.parts))
                 if len(envelope.acks):
-                    acks = self._in.acks[envelope.number]
-                    lost += [(ack.message, ack.lost) for ack in acks if self.sender.on_ack(ack, now)]
-                    self._loss_level = sum(self.sender.pacer.loss > bar for bar in _COPIES)
+                    lost += self._take_acks(envelope.acks, now)
             self._in.advance()
+        if self._in.gaps > gaps:
+            self.reassembly.close_before(self._in.expected)
         return found, lost
+
+    def _take_acks(self, acks: Buffer, now: float) -> list[Lost]:
+        """Take acks into account; return the messages that they are of, with the pieces that were lost."""
+        found: list[Lost] = []
+        with contextlib.suppress(TransportError):  # only of a message that was not outstanding when the ack came
+            for ack in packet.read_acks(acks, self.sender.outstanding):
+                self.sender.on_ack(ack, now)
+                found.append((ack.message, ack.lost_pieces))
+        self._loss_level = sum(self.sender.pacer.loss > bar for bar in _COPIES)
+        return found
 
     def _finish(self, message: PartialMessage, now: float) -> list[Buffer]:
         """Close a message, queue its ack and return what has arrived of it."""
         self.reassembly.close(message.number)
-        lost = frozenset() if message.complete else frozenset(range(message.count)) - message.pieces.keys()
+        lost = () if message.complete else packet.missing_ranges(message.count, message.pieces)
+        share_lost = 1 - len(message.pieces) / message.count
         delay = now - message.last if message.pieces else 0.0
         span, share = message.stamps[1] - message.stamps[0], 0
         if self._shares is not None and message.pieces:
-            self._shares.on_message(message.queue, len(lost) / message.count)
+            self._shares.on_message(message.queue, share_lost)
             share = self._shares.share(message.stamps[1])
         self._acks.append(MessageAck(message.number, message.count, lost, delay, message.queue, span, share).pack())
         total = sum(map(len, message.pieces.values())) if message.complete else message.total

@@ -97,12 +97,13 @@ class PacketReceiver:
         groups, broken = _native.read_data(contents, stamps, SPAN)
         if broken:
             self._rejected["broken"] += broken
-        return any([session.receive_pieces(group) for group in groups])
+        now = time.monotonic()
+        return any([session.receive_pieces(group, now) for group in groups])
 
     def _receive_other(self, session: UdpSession, plain: bytes) -> bool:
         try:
             if plain[0] == CONTROL:
-                return session.receive_control(*read_control(session.number, plain))
+                return session.receive_control(*read_control(session.number, plain), time.monotonic())
             if plain[0] == PROBE:
                 return False
         except (TransportError, struct.error, IndexError):
