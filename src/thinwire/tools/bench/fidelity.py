@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import ThinwireError
+from thinwire.files import replace_file
 from thinwire.tools.options import verdict, write_json
 
 METHODS = (
@@ -213,9 +214,7 @@ def simulate(job: FidelityRun, folder: Path, data: Path | None = None) -> dict[s
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    path = folder / job.file
-    path.with_suffix(".tmp").write_text(json.dumps(row) + "\n")
-    path.with_suffix(".tmp").replace(path)
+    replace_file(folder / job.file, lambda file: file.write(json.dumps(row).encode() + b"\n"))
     return row
 
 
