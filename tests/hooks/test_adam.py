@@ -57,6 +57,21 @@ def test_the_kernel_and_torch_operations_agree() -> None:
     assert bool(one.isfinite().all())
 
 
+def test_maximising_is_minimising_the_negative() -> None:
+    generator = torch.Generator().manual_seed(2)
+    noisy = [[torch.randn(50, generator=generator)] for _ in range(20)]
+    ends = []
+    for sign in (1.0, -1.0):
+        p = nn.Parameter(torch.zeros(50))
+        optimizer = torch.optim.Adam([p], lr=1e-3, maximize=sign < 0)
+        for (gradient,) in noisy:
+            p.grad = sign * gradient
+            optimizer.step()
+            adam.correct_noise(optimizer, WORKERS)
+        ends.append(p.detach().clone())
+    assert torch.allclose(ends[0], ends[1])
+
+
 def test_which_optimizers_are_corrected() -> None:
     p = [nn.Parameter(torch.zeros(3))]
     assert adam.corrects(torch.optim.Adam(p)) and adam.corrects(torch.optim.AdamW(p))

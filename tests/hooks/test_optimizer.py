@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
+import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import jobs
 from thinwire.errors import LinkError
 from thinwire.exchange.channel import checksum
+from thinwire.hooks.optimizer import attached_hook
 from thinwire.link import updates
 
 CODECS: list[Any] = [None, "rotate", 0.05, tw.Codec(tw.RandomK(0.1), tw.Bits(4))]
@@ -100,7 +102,8 @@ def shown(rank: int, ddp: bool) -> dict[str, bool]:
     optimizer = adamw(model)
     link = tw.attach(model, "rotate", optimizer=optimizer)
     jobs.train(model, rank, range(3), optimizer)
-    hook = net._thinwire_hook()  # type: ignore[operator]
+    hook = attached_hook(net)
+    assert hook is not None
     shared = {name: t.clone() for name, t in hook.updates.shared.items()}
 
     def holds_shared() -> bool:
@@ -252,7 +255,8 @@ def bfloat16(rank: int) -> tuple[list[int], bool, float]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x.bfloat16()).float(), y).backward()
         optimizer.step()
-    hook = net._thinwire_hook()  # type: ignore[operator]
+    hook = attached_hook(net)
+    assert hook is not None
     finer = any(not torch.equal(t, t.bfloat16().float()) for t in hook.updates.shared.values())
     link.detach()
     x, y = jobs.batch(99, 99, 1024)
@@ -341,6 +345,149 @@ def test_an_infinite_gradient_is_seen_by_all_and_the_next_step_is_clean(cluster:
         assert skipped == 1 and moved[6:] == [True] * 3
 
 
+def infected_closure(rank: int, kind: str) -> tuple[list[bool], bool]:
+    """A closure gives rank 1 an infinite gradient at step 3; later steps are normal ones."""
+    net, _ = made(rank, ddp=False)
+    optimizer = getattr(torch.optim, kind)(net.parameters(), lr=1e-3)
+    link = tw.attach(net, 0.05, optimizer=optimizer, domain="update", check_every=1)
+    moved = []
+    for step in range(7):
+        x, y = jobs.batch(rank, step)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)  # noqa: B023
+            (loss * torch.inf if step == 3 and rank == 1 else loss).backward()  # noqa: B023
+            return loss
+
+        before = jobs.digest(net)
+        optimizer.step(closure)
+        moved.append(jobs.digest(net) != before)
+    finite = all(bool(torch.as_tensor(v).isfinite().all()) for s in optimizer.state.values() for v in s.values())
+    link.detach()
+    return moved, finite
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_an_infinite_gradient_of_a_closure_spoils_one_step_only(cluster: Cluster, kind: str) -> None:
+    for moved, finite in cluster.run(infected_closure, 2, kind):
+        assert moved == [step != 3 for step in range(7)] and finite
+
+
+def infected_buffers(rank: int) -> tuple[bool, list[int]]:
+    torch.manual_seed(0)
+    net = Normed()
+    optimizer = adamw(net)
+    link = tw.attach(net, optimizer=optimizer)
+    for step in range(4):
+        x, y = jobs.batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x * torch.inf if step == 1 and rank == 1 else x), y).backward()
+        optimizer.step()
+    link.detach()
+    state = net.state_dict()
+    return all(bool(t.isfinite().all()) for t in state.values()), [checksum(t) for t in state.values()]
+
+
+def test_an_infinite_input_leaves_no_trace_in_buffers(cluster: Cluster) -> None:
+    first, second = cluster.run(infected_buffers, 2)
+    assert first == second and first[0]
+
+
+# What users do to parameters and optimizers
+
+
+def edited(rank: int) -> dict[str, bool]:
+    """Values that are written to parameters between steps stay, and are what a state dict holds."""
+    net, _ = made(rank, ddp=False)
+    optimizer = adamw(net)
+    link = tw.attach(net, optimizer=optimizer, check_every=1)
+    jobs.train(net, rank, range(2), optimizer)
+    seen = {}
+    with torch.no_grad():
+        for p in net.parameters():
+            p.clamp_(-0.01, 0.01)
+    seen["saved"] = max(float(t.abs().max()) for t in net.state_dict().values()) <= 0.01
+    jobs.train(net, rank, range(2, 3), optimizer)
+    seen["clamped"] = max(float(p.abs().max()) for p in net.parameters()) < 0.05
+    net.get_submodule("layers.0").load_state_dict({"weight": torch.full((96, 20), 0.123), "bias": torch.zeros(96)})
+    jobs.train(net, rank, range(3, 4), optimizer)
+    seen["loaded into a part"] = abs(float(net.get_parameter("layers.0.weight").mean()) - 0.123) < 0.02
+    link.detach()
+    link.detach()
+    torch.save(net, "/dev/null")
+    return seen
+
+
+def test_values_that_users_write_stay(cluster: Cluster) -> None:
+    for seen in cluster.run(edited, 2):
+        assert all(seen.values()), seen
+
+
+def stranger(rank: int) -> list[str]:
+    """An optimizer that is not attached steps: with parameters of an attached model, and with its own."""
+    net, model = made(rank, ddp=True)
+    link = tw.attach(model, optimizer=adamw(model))
+    copied = copy.deepcopy(net)
+    errors = []
+    for parameters in (net.parameters(), copied.parameters()):
+        other = torch.optim.SGD(parameters, lr=0.1)
+        for group in other.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        try:
+            other.step()
+        except LinkError as error:
+            errors.append(str(error))
+    link.detach()
+    return errors
+
+
+def test_an_optimizer_that_is_not_attached_is_an_error(cluster: Cluster) -> None:
+    for errors in cluster.run(stranger, 2):
+        assert len(errors) == 1 and "give attach() all optimizers" in errors[0]
+
+
+def adversarial(rank: int) -> list[int]:
+    """Two optimizers of one link step in turns, and the second's graph was made before the first stepped."""
+    several_buckets()
+    torch.manual_seed(rank)
+    net = nn.ModuleDict({"g": nn.Linear(8, 20), "d": jobs.Net()})
+    both = [adamw(net["g"]), adamw(net["d"])]
+    link = tw.attach(net, optimizer=both, check_every=1)
+    for step in range(4):
+        x, _ = jobs.batch(rank, step)
+        fake = net["g"](x[:, :8])
+        both[1].zero_grad()
+        (net["d"](x).mean() - net["d"](fake.detach()).mean()).backward()
+        both[1].step()
+        both[0].zero_grad()
+        net["d"](fake).mean().backward()
+        both[0].step()
+    link.detach()
+    return jobs.digest(net)
+
+
+def test_optimizers_of_one_link_step_in_turns(cluster: Cluster) -> None:
+    first, second = cluster.run(adversarial, 2)
+    assert first == second
+
+
+def differing(rank: int) -> str:
+    """Ranks that disagree on the domain fail at attach."""
+    model = jobs.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        tw.attach(model, 0.05, optimizer=optimizer, domain="update" if rank else "gradient")
+    except tw.LinkError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_differ_in_the_domain_fail_at_attach(cluster: Cluster) -> None:
+    assert all("in domain" in error or "in codec" in error for error in cluster.run(differing, 2))
+
+
 # State
 
 
@@ -424,6 +571,28 @@ def test_a_gathered_state_is_the_mean(cluster: Cluster) -> None:
         assert apart < 1e-6 and largest > 1e-4
 
 
+def unevenly_gathered(rank: int) -> tuple[int, bool]:
+    """Rank 1 has no optimizer state for the last layer, because it never had a gradient there."""
+    net, _ = made(rank, ddp=False)
+    optimizer = adamw(net)
+    link = tw.attach(net, "rotate", optimizer=optimizer)
+    for step in range(2):
+        x, y = jobs.batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        if rank == 1:
+            net.get_parameter("layers.6.weight").grad = None
+        optimizer.step()
+    state = link.state_dict(gather=True)
+    found = state["updates"]["optimizers"][0]
+    link.detach()
+    return len(found), bool(found["layers.6.weight"]["exp_avg"].any())
+
+
+def test_states_that_a_rank_lacks_are_gathered_from_the_others(cluster: Cluster) -> None:
+    assert cluster.run(unevenly_gathered, 2) == [(8, True)] * 2
+
+
 def reloaded(rank: int) -> list[bool]:
     """Weights that are loaded into an attached model become the shared ones."""
     net, model = made(rank, ddp=True)
@@ -432,7 +601,8 @@ def reloaded(rank: int) -> list[bool]:
     first = copy.deepcopy(net.state_dict())
     jobs.train(model, rank, range(4), optimizer)
     model.load_state_dict({f"module.{name}": t for name, t in first.items()})
-    hook = net._thinwire_hook()  # type: ignore[operator]
+    hook = attached_hook(net)
+    assert hook is not None
     seen = [all(torch.equal(hook.updates.shared[name], t.flatten()) for name, t in first.items())]
     jobs.train(model, rank, range(4, 8), optimizer)
     link.detach()
@@ -444,6 +614,13 @@ def test_loaded_weights_become_the_shared_ones(cluster: Cluster) -> None:
 
 
 # Refusals
+
+
+def _bad(state: dict[str, Any]) -> dict[str, Any]:
+    """Optimizer states of which one tensor is not finite."""
+    states = copy.deepcopy(state["updates"]["optimizers"][0])
+    states["layers.0.weight"]["exp_avg"][0, 0] = torch.nan
+    return dict(states)
 
 
 def refused(rank: int) -> dict[str, str]:
@@ -469,11 +646,20 @@ def refused(rank: int) -> dict[str, str]:
         "momentum": lambda: attach(codec="dgc"),
         "plain gradients": lambda: attach(domain="gradient"),
         "dense low rank": lambda: attach(exchange="dense"),
+        "dense": lambda: attach(codec=0.05, exchange="dense"),
+        "machines": lambda: attach(codec=0.05, exchange=tw.exchange.Hierarchical(per_machine=1)),
+        "forgotten": lambda: tw.attach(other := jobs.Net(), optimizer=torch.optim.AdamW(other.layers[0].parameters())),
+        "optimizer twice": lambda: attach(optimizer=optimizer),
+        "rescale": lambda: link.rescale(0.5),
         "diagnose": lambda: link.diagnose(),
         "flush": lambda: gradient.flush(),
         "state of updates": lambda: gradient.load_state_dict(state),
         "state of gradients": lambda: link.load_state_dict(gradient.state_dict()),
         "state without shared": lambda: link.load_state_dict({**state, "updates": {"clocks": [1]}}),
+        "clocks": lambda: link.load_state_dict({**state, "updates": {**state["updates"], "clocks": ["x"]}}),
+        "moments": lambda: link.load_state_dict(
+            {**state, "updates": {**state["updates"], "optimizers": [_bad(state)]}}
+        ),
     }
     seen = {}
     for name, case in cases.items():
@@ -495,11 +681,18 @@ def test_what_cannot_work_is_refused_in_a_sentence(cluster: Cluster) -> None:
         "momentum": "accumulates gradients",
         "plain gradients": "wrap it as DDP(model)",
         "dense low rank": 'LowRank takes exchange="gather"',
+        "dense": 'updates are exchanged by "gather" or "scatter-reduce"',
+        "machines": 'updates are exchanged by "gather" or "scatter-reduce"',
+        "forgotten": "layers.2.weight requires gradients and no optimizer that was given owns it",
+        "optimizer twice": "the optimizer owns no parameter of the model",
+        "rescale": "has the unit of the parameters",
         "diagnose": "compares gradients",
         "flush": "is for links that exchange updates",
         "state of updates": "residuals of the update domain",
         "state of gradients": "residuals of the gradient domain",
         "state without shared": "lacks its shared parameters",
+        "clocks": "are not lists of numbers",
+        "moments": "the optimizer's exp_avg is not finite",
     }
     for seen in cluster.run(refused, 2):
         assert seen.keys() == expected.keys()
@@ -510,8 +703,12 @@ def test_what_cannot_work_is_refused_in_a_sentence(cluster: Cluster) -> None:
 def added(rank: int) -> str:
     net, _ = made(rank, ddp=False)
     params = list(net.parameters())
+    for p in params[4:]:
+        p.requires_grad_(False)
     optimizer = torch.optim.AdamW(params[:4], lr=1e-3)
     tw.attach(net, optimizer=optimizer)
+    for p in params[4:]:
+        p.requires_grad_(True)
     optimizer.add_param_group({"params": params[4:]})
     try:
         jobs.train(net, rank, range(1), optimizer)

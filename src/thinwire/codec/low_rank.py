@@ -48,9 +48,11 @@ class LowRank(Selection):
 
     def rank(self, rows: int, columns: int) -> int:
         """Return the number of basis columns for a matrix; 0 if it is sent whole."""
+        if min(rows, columns) < 2:
+            return 0
         most = min(rows, columns, self.max_rank)
         rank = min(max(1, int(self.density * 2 * rows * columns / (rows + columns))), most)
-        return rank if min(rows, columns) > 1 and rank * (rows + columns) < 2 * rows * columns else 0
+        return rank if rank * (rows + columns) < 2 * rows * columns else 0
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

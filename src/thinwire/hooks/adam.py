@@ -6,7 +6,7 @@ signal and v - m^2 the noise of one batch, so that the mean gradient has the sec
 correction moves the parameters to where that second moment would have led.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -21,12 +21,16 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @torch.no_grad()
-def correct_noise(optimizer: torch.optim.Optimizer, workers: int) -> None:
-    """Correct the step that Adam or AdamW has just taken on this rank's gradient."""
+def correct_noise(optimizer: torch.optim.Optimizer, workers: int, only: Container[int] | None = None) -> None:
+    """Correct the step that Adam or AdamW has just taken on this rank's gradient.
+
+    only: the ids of the parameters that are exchanged; by default all.
+    """
     stepped = [
         (p, state, group)
         for group in optimizer.param_groups
         for p in group["params"]
+        if only is None or id(p) in only
         if p.grad is not None and "exp_avg_sq" in (state := optimizer.state.get(p, {})) and float(state["step"]) > 0
     ]
     correct_all(stepped, workers)
@@ -38,8 +42,7 @@ def correct_all(stepped: Iterable[tuple[Tensor, dict[str, Any], dict[str, Any]]]
     for p, state, group in stepped:
         step, (beta1, beta2) = float(state["step"]), group["betas"]
         mean, square = state["exp_avg"], state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
-        lr = float(group["lr"]) * (-1.0 if group.get("maximize") else 1.0)
-        rest = (lr, 1.0 - float(beta1) ** step, 1.0 - float(beta2) ** step, group["eps"])
+        rest = (float(group["lr"]), 1.0 - float(beta1) ** step, 1.0 - float(beta2) ** step, group["eps"])
         if all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (p, mean, square)):
             together.append((p.data_ptr(), mean.data_ptr(), square.data_ptr(), p.numel(), *rest))
         else:

@@ -66,10 +66,11 @@ def attach(
         TypeError, ValueError: the model or an option cannot be used.
         LinkError: the ranks differ in version, codec, exchange or parameters, or the model is attached already.
     """
-    optimizers = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    given = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    optimizers = tuple(map(_unwrapped_optimizer, given))
     kind, reason = _domain(domain, optimizers)
     chosen, note = _codec(codec, kind)
-    options = LinkOptions(chosen, exchange, optimizers, scaler, check_every, timeout)
+    options = LinkOptions(chosen, exchange, optimizers, scaler, check_every, timeout, kind)
     inner = _unwrapped(model)
     ranks = _ranks(inner)
     if ranks == 1:
@@ -143,6 +144,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module) or isinstance(model, DistributedDataParallel):
             return model
         model = inner
+
+
+def _unwrapped_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside wrappers such as Accelerate's and Fabric's, whose hooks would not run."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _refusal(model: nn.Module) -> str:

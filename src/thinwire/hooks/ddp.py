@@ -48,6 +48,9 @@ class DDPHook:
         self._names = names
         self._views: dict[int, tuple[int, BucketViews]] = {}
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a model has no hook: DDP does not copy it either."""
+
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         if self.link is None:

@@ -45,6 +45,7 @@ class LinkOptions:
     scaler: Any = None
     check_every: int = 0
     timeout: float | None = None
+    domain: str = "gradient"
 
     def __post_init__(self) -> None:
         if self.check_every < 0 or (self.timeout is not None and self.timeout <= 0):
@@ -92,7 +93,7 @@ def open_link(
         return _parts(parameters, options, sizes, channel), prepare()
 
     try:
-        parts, prepared = agreed(channel, plan, lambda made: _description(made[0], parameters, options.check_every))
+        parts, prepared = agreed(channel, plan, lambda made: _description(made[0], parameters, options))
         agreement = _agreement(parts, channel, sizes)
         parts.exchange.setup(channel, parts.codec, sizes, groups)
     except BaseException:
@@ -142,6 +143,8 @@ def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[s
     wanted = FIRST.exchange if options.auto else options.exchange
     if isinstance(codec.selection, LowRank):
         return _low_rank_parts(parameters, codec, wanted, channel.world)
+    if options.domain == "update":
+        return _update_parts(codec, wanted, sizes, channel.world)
     if wanted is None:
         return _Parts(codec, *choose_exchange(codec, sizes, channel.world))
     if isinstance(wanted, Exchange):
@@ -149,6 +152,18 @@ def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[s
     if wanted not in NAMES:
         raise ValueError(f"no exchange is called {wanted!r}; there are {', '.join(NAMES)}")
     return _Parts(codec, NAMES[wanted](), "as asked")
+
+
+def _update_parts(codec: Codec, wanted: Exchange | str | None, sizes: dict[str, int], world: int) -> _Parts:
+    """The parts of a link that exchanges updates, whose residuals hold the updates already when they are exchanged."""
+    if wanted is None:
+        exchange, why = choose_exchange(codec, sizes, world)
+        return _Parts(codec, Gather() if isinstance(exchange, Dense) else exchange, why)
+    if wanted in ("gather", "scatter-reduce"):
+        return _Parts(codec, NAMES[str(wanted)](), "as asked")
+    if isinstance(wanted, Gather | ScatterReduce):
+        return _Parts(codec, copy.deepcopy(wanted), "as asked")
+    raise ValueError(f'updates are exchanged by "gather" or "scatter-reduce", not {wanted!r}')
 
 
 def _low_rank_parts(
@@ -166,6 +181,12 @@ def _low_rank_parts(
     return _Parts(codec, LowRankMean(inner, {name: p.shape for name, p in parameters.items()}), why)
 
 
+def _owners(parameters: Mapping[str, Tensor], options: LinkOptions) -> list[int]:
+    """For each parameter the index of the optimizer that owns it, or -1."""
+    owned = {id(p): i for i, o in enumerate(options.optimizers) for group in o.param_groups for p in group["params"]}
+    return [owned.get(id(p), -1) for p in parameters.values()]
+
+
 def _agreement(parts: _Parts, channel: Channel, sizes: dict[str, int]) -> AdaptiveAgreement | None:
     """What an adaptive selection needs to know of the model and of the other ranks; None for other selections."""
     selection = parts.codec.selection
@@ -174,7 +195,7 @@ def _agreement(parts: _Parts, channel: Channel, sizes: dict[str, int]) -> Adapti
     return AdaptiveAgreement(selection, channel, sizes, scattered=isinstance(parts.exchange, ScatterReduce))
 
 
-def _description(parts: _Parts, parameters: Mapping[str, Tensor], check_every: int) -> dict[str, Any]:
+def _description(parts: _Parts, parameters: Mapping[str, Tensor], options: LinkOptions) -> dict[str, Any]:
     """What all ranks must have in common."""
 
     def without_addresses(what: object) -> str:  # addresses of functions differ between processes
@@ -185,5 +206,7 @@ def _description(parts: _Parts, parameters: Mapping[str, Tensor], check_every: i
         "parameters": [[name, str(list(p.shape)), str(p.dtype)] for name, p in parameters.items()],
         "codec": without_addresses(parts.codec),
         "exchange": without_addresses(parts.exchange),
-        "check_every": check_every,
+        "check_every": options.check_every,
+        "domain": options.domain,
+        "optimizers": _owners(parameters, options) if options.domain == "update" else [],
     }

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from thinwire.link.state import STATE_VERSION, load_link_state, mean_link_state,
 from thinwire.link.stats import Counters, Stats
 from thinwire.tune import forecast
 
+T = TypeVar("T")
 Future = torch.futures.Future[Any]
 # Seconds without a job after which the link's thread looks whether other ranks have failed.
 _LOOK_EVERY = 1.0
@@ -97,8 +98,8 @@ class UpdateState(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """What belongs into a checkpoint besides the residuals."""
 
-    def check(self, state: Any) -> None:
-        """ValueError unless a state fits."""
+    def check(self, state: Any, strict: bool) -> None:
+        """ValueError unless a state fits; if `strict` is false, it may lack parameters."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that was checked."""
@@ -183,6 +184,19 @@ class Link:
         updates: what the link saves, compares and flushes where it exchanges updates of parameters.
         """
         self._on_detach, self._all_reduce, self._updates = on_detach, all_reduce, updates
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self._channel.world
+
+    def collective(self, function: Callable[[Channel], T]) -> T:
+        """Call a function with the channel of all ranks while nothing else uses it. Raises LinkError if it fails."""
+        self.wait()
+        try:
+            return function(self._channel)
+        except RuntimeError as error:
+            raise self._describe(error) from None
 
     def exchange_all(self, jobs: Sequence[Job]) -> bool:
         """Exchange a step's jobs and wait for them; returns whether all ranks skip the step. Raises LinkError."""
@@ -376,7 +390,9 @@ class Link:
         self._diagnostics = self.codec.observer = Diagnostics(self._channel, every) if every else None
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residual when the unit of the tensors changes; see `Codec.rescale`."""
+        """Multiply the residual when the unit of the gradients changes; see `Codec.rescale`."""
+        if self._updates is not None:
+            raise ValueError("rescale() is for gradients: the residual of updates has the unit of the parameters")
         self.wait()
         self.codec.rescale(factor)
 
@@ -389,14 +405,15 @@ class Link:
             raise ValueError(
                 "flush() is for links that exchange updates: a gradient's residual has to pass an optimizer"
             )
-        self.wait()
-        channel = self._channel
+        self.collective(self._flush)
 
+    def _flush(self, channel: Channel) -> None:
         def mean(tensor: Tensor) -> None:
             there = tensor.mul_(1.0 / channel.world).to(channel.device)
             channel.all_reduce(there)
             tensor.copy_(there)
 
+        assert self._updates is not None
         self._updates.flush(mean)
 
     def detach(self) -> None:
@@ -457,7 +474,7 @@ class Link:
         known = state if strict else without_unknown(state, self._parameters)
         mine = load_link_state(known, channel.rank, channel.world, self.exchange.weight(), self._parameters)
         before = self.exchange.state_dict(), self._units.state_dict()
-        self._check_domain(mine)
+        self._check_domain(mine, strict)
         try:
             self.exchange.load_state_dict(mine["exchange"].get(repr(self.exchange), {}))
             self._units.load_state_dict(mine["units"])
@@ -470,10 +487,11 @@ class Link:
         if self._updates is not None:
             self._updates.load_state_dict(mine["updates"])
         # DDP regroups its buckets after the first step. Using the saved groups makes the resumed run bitwise equal.
-        self._groups_loaded = [list(names) for names in mine["buckets"]] or None
+        fixed = self._updates is not None  # the buckets of updates do not change
+        self._groups_loaded = None if fixed else [list(names) for names in mine["buckets"]] or None
         self._thread.wait_for_last = self._groups_loaded is not None
 
-    def _check_domain(self, state: Mapping[str, Any]) -> None:
+    def _check_domain(self, state: Mapping[str, Any], strict: bool) -> None:
         """ValueError unless a state is of this link's domain and fits its parameters."""
         saved = "gradient" if state.get("updates") is None else "update"
         if saved != self.domain:
@@ -482,7 +500,7 @@ class Link:
                 f'attach with domain="{saved}", or continue without the state'
             )
         if self._updates is not None:
-            self._updates.check(state["updates"])
+            self._updates.check(state["updates"], strict)
 
 
 class GatheredLink:

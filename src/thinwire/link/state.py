@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.exchange.channel import Channel
+from thinwire.exchange.channel import Channel, gather_json
 
 LinkState = dict[str, Any]
 
@@ -112,7 +112,8 @@ def _mean_of(values: Sequence[Any]) -> Any:
     """The element-wise mean of equally shaped trees; what is not a floating-point tensor is the first one's."""
     first = values[0]
     if isinstance(first, Mapping):
-        return {key: _mean_of([v[key] for v in values if key in v]) for key in first}
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _mean_of([v[key] for v in values if key in v]) for key in keys}
     if isinstance(first, list | tuple):
         return [_mean_of(list(each)) for each in zip(*values, strict=True)]
     if isinstance(first, Tensor) and first.is_floating_point():
@@ -142,22 +143,32 @@ def mean_link_state(
             mean.setdefault(name, {})[slot] = part.cpu()
     found = _for_any_rank(state, mean)
     if state.get("updates") is not None:
-        optimizers = _mean_over_ranks(channel, state["updates"]["optimizers"])
+        optimizers = [_mean_over_ranks(channel, each, parameters) for each in state["updates"]["optimizers"]]
         found["updates"] = {**state["updates"], "optimizers": optimizers}
     return found
 
 
-def _mean_over_ranks(channel: Channel, value: Any) -> Any:
-    """The mean of all ranks' trees of tensors, which have the same shape; one reduction per tensor."""
-    if isinstance(value, Mapping):
-        return {key: _mean_over_ranks(channel, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mean_over_ranks(channel, item) for item in value]
-    if isinstance(value, Tensor) and value.is_floating_point():
-        part = (value * (1.0 / channel.world)).to(channel.device)
-        channel.all_reduce(part)
-        return part.cpu()
-    return value
+def _mean_over_ranks(channel: Channel, mine: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The mean of all ranks' optimizer states, one reduction per tensor.
+
+    A rank on which a parameter never had a gradient has no state for it: the mean is over those that have one.
+    """
+    found: dict[str, Any] = {name: dict(mine.get(name, {})) for name in parameters}
+    shapes = {n: {k: list(t.shape) for k, t in s.items() if _is_float(t)} for n, s in found.items()}
+    rows = gather_json(channel, shapes)
+    for name in parameters:
+        for key in dict.fromkeys(key for row in rows for key in row[name]):
+            shape = next(row[name][key] for row in rows if key in row[name])
+            owners = sum(key in row[name] for row in rows)
+            own = found[name].get(key)
+            part = (torch.zeros(shape) if own is None else own.float().cpu() / owners).to(channel.device)
+            channel.all_reduce(part)
+            found[name][key] = part.cpu()
+    return {name: state for name, state in found.items() if state}
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def load_link_state(
@@ -165,11 +176,12 @@ def load_link_state(
 ) -> LinkState:
     """The state that this rank loads; ValueError says what does not fit and what to give instead."""
     if isinstance(state, (list, tuple)):
-        merged = merge_states(state)
+        for each in state:
+            check_state(each)
         own = next((s for s in state if s["rank"] == rank), None)
         # With another number of workers, or an exchange that keeps residuals on other ranks, only the mean fits.
         fits = len(state) == world and own is not None and own["weight"] == weight
-        state = own if fits and own is not None else merged
+        state = own if fits and own is not None else merge_states(state)
     check_state(state)
     assert isinstance(state, dict)
     if state["rank"] is not None and (state["world_size"], state["rank"], state["weight"]) != (world, rank, weight):
@@ -204,4 +216,9 @@ def without_unknown(
 def _known(state: LinkState, parameters: Mapping[str, Tensor]) -> LinkState:
     check_state(state)
     known = {name: slots for name, slots in state["codec"]["residuals"].items() if name in parameters}
-    return {**state, "codec": {**state["codec"], "residuals": known}}
+    found = {**state, "codec": {**state["codec"], "residuals": known}}
+    if isinstance(updates := state.get("updates"), dict) and isinstance(updates.get("shared"), dict):
+        shared = {name: t for name, t in updates["shared"].items() if name in parameters}
+        found["updates"] = {**updates, "shared": shared}
+        found["exchange"] = {}  # the bases of a model with other parameters; new ones are found within a few steps
+    return found

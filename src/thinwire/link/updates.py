@@ -6,7 +6,7 @@ a training step runs at shared - LOOK_AHEAD * residual, so that a rank's own cha
 other times the model shows `shared`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Updates:
         self.parameters = dict(parameters)
         self.optimizers = list(optimizers)
         self.shared = {name: _flat(p).to(torch.float32, copy=True) for name, p in parameters.items()}
-        self.ahead = False  # whether the model holds the look-ahead instead of the shared parameters
+        self.ahead: set[str] = set()  # parameters that hold the look-ahead instead of the shared values
         self.clocks = [0] * len(self.optimizers)  # steps of each optimizer
         self._codec = codec
         self._decay = _decay_of(codec.feedback)
@@ -50,37 +50,50 @@ class Updates:
     # What the model holds
 
     @torch.no_grad()
-    def look_ahead(self) -> None:
-        """Write the look-ahead to the model's parameters, from which the next step begins."""
-        for name, p in self.parameters.items():
-            p.copy_(self._start(name).view_as(p))
-        self.ahead = True
+    def look_ahead(self, names: Iterable[str] | None = None) -> None:
+        """Write the look-ahead to parameters, by default to all, from which the next step begins.
+
+        What was written to them since they showed the shared values, for example by clamping, is adopted first.
+        """
+        for name in self.parameters if names is None else names:
+            if name not in self.ahead:
+                p = self.parameters[name]
+                self._adopt(name)
+                p.copy_(self._start(name).view_as(p))
+                self.ahead.add(name)
+
+    def _adopt(self, name: str) -> None:
+        p, shared = self.parameters[name], self.shared[name]
+        if not torch.equal(p, shared.view_as(p).to(p.dtype)):
+            shared.copy_(_flat(p))
 
     def _start(self, name: str) -> Tensor:
         """The look-ahead of a parameter: float32, and rounded exactly as the kernels round it."""
         return self.shared[name] - self.residual(name) * LOOK_AHEAD
 
     @torch.no_grad()
-    def show(self) -> None:
-        """Write the shared parameters to the model."""
-        for name, p in self.parameters.items():
+    def show(self, names: Iterable[str] | None = None) -> None:
+        """Write the shared values to parameters, by default to those that hold the look-ahead."""
+        for name in list(self.ahead) if names is None else names:
+            p = self.parameters[name]
             p.copy_(self.shared[name].view_as(p))
-        self.ahead = False
+            self.ahead.discard(name)
 
     def swap(self, *, ahead: bool) -> None:
         """Write shared parameters for an evaluation, or the look-ahead again after it, unnoticed by autograd.
 
         A graph may be waiting for its backward pass meanwhile. It finds the same values as before.
         """
-        for name, p in self.parameters.items():
+        for name in self.ahead:
+            p = self.parameters[name]
             p.data.copy_((self._start(name) if ahead else self.shared[name]).view_as(p))
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take the model's parameters as the shared ones, after they were loaded or broadcast."""
-        for name, p in self.parameters.items():
-            self.shared[name].copy_(_flat(p))
-        self.ahead = False
+        """Take the model's parameters as the shared ones, after they were loaded."""
+        for name in self.parameters:
+            self._adopt(name)
+        self.ahead.clear()
 
     # A step
 
@@ -123,7 +136,7 @@ class Updates:
                     self.shared[name] -= mean.to(self.shared[name].device)
                 if not self._keeps:
                     self.residual(name).zero_()
-        self.show()
+        self.show([name for job in jobs for name in job.tensors])
 
     @torch.no_grad()
     def flush(self, mean: Callable[[Tensor], None]) -> None:
@@ -134,33 +147,41 @@ class Updates:
             mean(total)
             shared -= total.to(shared.device)
             residual.zero_()
-        self.show()
+        self.show(self.parameters)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """The shared parameters, the clocks, and the states of this rank's optimizers, by parameter name."""
-        names = {id(p): name for name, p in self.parameters.items()}
         optimizers = [
-            {names[id(p)]: _copied(state) for p, state in o.state.items() if id(p) in names} for o in self.optimizers
+            {name: _copied(o.state[p]) for name, p in self.parameters.items() if p in o.state} for o in self.optimizers
         ]
         shared = {name: t.clone() for name, t in self.shared.items()}
         return {"shared": shared, "clocks": list(self.clocks), "optimizers": optimizers}
 
-    def check(self, state: Any) -> None:
-        """ValueError unless a state fits these parameters and optimizers."""
+    def check(self, state: Any, strict: bool) -> None:
+        """ValueError unless a state fits these parameters and optimizers; if `strict` is false, it may lack some."""
         if not isinstance(state, Mapping) or set(state) != {"shared", "clocks", "optimizers"}:
             raise ValueError("the state of the updates lacks its shared parameters, clocks or optimizers")
-        shared = state["shared"]
-        if not isinstance(shared, Mapping) or set(shared) != set(self.shared):
+        shared, clocks, optimizers = state["shared"], state["clocks"], state["optimizers"]
+        if not isinstance(shared, Mapping) or (
+            set(shared) != set(self.shared) if strict else set(shared) - {*self.shared}
+        ):
             raise ValueError("the state's shared parameters are not those of this model")
         for name, tensor in shared.items():
-            if not isinstance(tensor, Tensor) or tensor.numel() != self.shared[name].numel():
-                raise ValueError(f"{name}: the state's shared parameter has another size")
-            if not bool(tensor.isfinite().all()):
-                raise ValueError(f"{name}: the state's shared parameter is not finite")
-        if len(state["clocks"]) != len(self.optimizers) or len(state["optimizers"]) != len(self.optimizers):
-            raise ValueError(f"the state is of {len(state['clocks'])} optimizers, here are {len(self.optimizers)}")
+            _check_tensor(f"{name}: the state's shared parameter", tensor, self.shared[name].numel())
+        counts = isinstance(clocks, list) and all(type(clock) is int and clock >= 0 for clock in clocks)
+        if not counts or not isinstance(optimizers, list) or not all(isinstance(o, Mapping) for o in optimizers):
+            raise ValueError("the clocks or optimizers of the state are not lists of numbers and of optimizer states")
+        if not len(clocks) == len(optimizers) == len(self.optimizers):
+            raise ValueError(f"the state is of {len(clocks)} optimizers, here are {len(self.optimizers)}")
+        for name, values in (entry for optimizer in optimizers for entry in optimizer.items()):
+            if not isinstance(values, Mapping):
+                raise ValueError(f"{name}: the optimizer's state is not a dict")
+            numel = self.parameters[name].numel() if name in self.parameters else None
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.dim():
+                    _check_tensor(f"{name}: the optimizer's {key}", value, numel)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,7 +193,17 @@ class Updates:
             for name, values in saved.items():
                 if name in self.parameters:
                     optimizer.state[self.parameters[name]] = _copied(values, self.parameters[name].device)
-        self.show()
+        self.show(self.parameters)
+
+
+def _check_tensor(what: str, value: Any, numel: int | None) -> None:
+    """ValueError unless this is a dense tensor of finite numbers, with so many elements if that is given."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+        raise ValueError(f"{what} is not a dense tensor")
+    if numel is not None and value.numel() != numel:
+        raise ValueError(f"{what} has {value.numel()} elements, not {numel}")
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{what} is not finite")
 
 
 def accumulate_update(shared: Tensor, residual: Tensor, local: Tensor, ahead: float, decay: float) -> bool:
