@@ -36,6 +36,7 @@ OPTIONS = {
     "bench advice": "--workers --rates --methods --batch --steps --rounds --json",
     "bench server": "--workers --rate --only --steps --seconds --json",
     "bench udp": "--only --rate --loss --steps --seconds --fuzzed --json",
+    "bench fidelity": "--folder --only --methods --jobs --data --json",
     "keys new": "FOLDER --name",
     "reproduce": "",
 }
