@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.?pp)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: race test test-long lint pytest docs fuzz setup clean
+.PHONY: race test test-long lint pytest docs fuzz faults setup clean
 
 race: $(VENV)/.installed
 	$(BIN)/thinwire race --report race.html --json race.json
@@ -35,18 +35,22 @@ docs: setup
 fuzz: setup
 	$(BIN)/python native/fuzz/run.py --seconds $(or $(SECONDS_TO_RUN),60)
 
+# Simulated schedules of faults for the parameter server; a failing seed is printed. BUG=NAME tries a deliberate bug.
+faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.simulation --seeds $(or $(SEEDS),10000) $(if $(BUG),--bug $(BUG))
+
 setup: $(VENV)/.installed-dev
 
 # Two levels of installation, so that `make race` does not wait for the developers' tools.
 $(VENV)/.installed: $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing thinwire into $(VENV) (about a minute)"
+	@echo "Installing thinwire into $(VENV) (about a minute, longer where torch is downloaded)"
 	@$(INSTALL) '.[tools]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing thinwire and the developers' tools into $(VENV)"
+	@echo "Installing thinwire and the developers' tools into $(VENV) (about a minute, longer where torch is downloaded)"
 	@$(INSTALL) '.[dev]'
 	@touch $(VENV)/.installed $@
 

@@ -18,7 +18,9 @@ The same thing has one name in all commands:
 
 - `--workers` is the number of training processes. `lab` counts `--hosts`, because it runs any command.
 - `--rate` is the rate of every link: `100mbit`, `1gbit`, or `20mbit/100mbit` for up and down.
-- `--delay` is the one-way delay: `5ms`.
+- `--delay` is the one-way delay between any two workers: `5ms`; races and benchmarks take several: `0,10ms,25ms`.
+  `--host-delay 3=80ms` is the delay of one host.
+- `--preset` is a [network preset](guides/lab.md#network-presets): it sets rate, delay and loss; options override it.
 - `--method` and `--methods` are ways to average gradients: `dense`, `fp16`, a [preset](settings.md#presets),
   a density, or `auto`.
 - `--json PATH` writes figures; `-` is stdout. `--report PATH` writes an HTML page.

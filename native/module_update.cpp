@@ -15,6 +15,11 @@ void bind_update(nb::module_& m) {
           nb::gil_scoped_release release;
           set_low_rank(at<float>(out), rows, columns, rank, at<const float>(left), at<const float>(right));
         });
+  m.def("subtract_low_rank",
+        [](Address out, size_t rows, size_t columns, size_t rank, Address left, Address right) {
+          nb::gil_scoped_release release;
+          subtract_low_rank(at<float>(out), rows, columns, rank, at<const float>(left), at<const float>(right));
+        });
   m.def("orthonormalise", [](Address vectors, size_t rank, size_t length, uint64_t seed) {
     if (rank > length) throw std::invalid_argument("there are no more orthonormal vectors than elements of a vector");
     nb::gil_scoped_release release;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GLIBC__)
@@ -48,15 +49,70 @@ THINWIRE_CLONES bool accumulate_bfloat16(const float* s, float* r, const uint16_
   return accumulate_as<Dtype::bfloat16>(s, r, p, ahead, decay, n);
 }
 
-// row[j] += left[k] * right[k][j] for four k, in their order.
-THINWIRE_CLONES void add_four(float* __restrict row, size_t n, const float* left, const float* __restrict a,
-                              const float* __restrict b, const float* __restrict c, const float* __restrict d) {
-  const float w = left[0], x = left[1], y = left[2], z = left[3];
-  for (size_t j = 0; j < n; ++j) row[j] = (((row[j] + w * a[j]) + x * b[j]) + y * c[j]) + z * d[j];
+// Vectors of the compiler: it splits them where a machine's are shorter, so that all machines compute the same bits.
+using Floats = float __attribute__((vector_size(32), aligned(4), may_alias));
+using Doubles = double __attribute__((vector_size(32)));
+constexpr size_t kFloats = 8, kDoubles = 4;
+// What is part of several functions with clones has to become part of each clone.
+#define THINWIRE_INLINE __attribute__((always_inline)) inline
+
+// Elements [row, row + R) x [column, column + 2 * kFloats) of a product, which stay in registers while all `rank` outer
+// products are added, in their order.
+template <size_t R, bool Subtract>
+THINWIRE_INLINE void product_tile(float* out, size_t columns, size_t rows, size_t rank, const float* left, const float* right) {
+  Floats sums[R][2] = {};
+  for (size_t k = 0; k < rank; ++k, left += rows, right += columns) {
+    const Floats a = *reinterpret_cast<const Floats*>(right), b = *reinterpret_cast<const Floats*>(right + kFloats);
+#pragma GCC unroll 4
+    for (size_t r = 0; r < R; ++r) {
+      sums[r][0] = sums[r][0] + left[r] * a;
+      sums[r][1] = sums[r][1] + left[r] * b;
+    }
+  }
+#pragma GCC unroll 4
+  for (size_t r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (size_t half = 0; half < 2; ++half) {
+      auto& place = *reinterpret_cast<Floats*>(out + r * columns + half * kFloats);
+      place = Subtract ? place - sums[r][half] : sums[r][half];
+    }
+  }
 }
 
-THINWIRE_CLONES void add_one(float* __restrict row, size_t n, float left, const float* __restrict right) {
-  for (size_t j = 0; j < n; ++j) row[j] = row[j] + left * right[j];
+template <bool Subtract>
+THINWIRE_INLINE void product_element(float* out, size_t columns, size_t rows, size_t rank, const float* left,
+                            const float* right) {
+  float sum = 0.0f;
+  for (size_t k = 0; k < rank; ++k) sum = sum + left[k * rows] * right[k * columns];
+  *out = Subtract ? *out - sum : sum;
+}
+
+template <bool Subtract>
+THINWIRE_INLINE void product(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right) {
+  constexpr size_t kRows = 4, kColumns = 2 * kFloats;
+  for (size_t j = 0; j < columns; j += kColumns) {
+    const size_t width = std::min(kColumns, columns - j);
+    size_t i = 0;
+    if (width == kColumns) {
+      for (; i + kRows <= rows; i += kRows)
+        product_tile<kRows, Subtract>(out + i * columns + j, columns, rows, rank, left + i, right + j);
+      for (; i < rows; ++i)
+        product_tile<1, Subtract>(out + i * columns + j, columns, rows, rank, left + i, right + j);
+    }
+    for (; i < rows; ++i)
+      for (size_t c = j; c < j + width; ++c)
+        product_element<Subtract>(out + i * columns + c, columns, rows, rank, left + i, right + c);
+  }
+}
+
+THINWIRE_CLONES void set_product(float* out, size_t rows, size_t columns, size_t rank, const float* left,
+                                 const float* right) {
+  product<false>(out, rows, columns, rank, left, right);
+}
+
+THINWIRE_CLONES void subtract_product(float* out, size_t rows, size_t columns, size_t rank, const float* left,
+                                      const float* right) {
+  product<true>(out, rows, columns, rank, left, right);
 }
 
 // Independent sums in a fixed order, so that the result does not depend on the width of the machine's vectors.
@@ -93,38 +149,97 @@ bool normalise(double* vector, size_t n, double least) {
   return true;
 }
 
-}  // namespace
-
-bool accumulate_update(const float* shared, float* residual, Parameters local, float ahead, float decay, size_t n) {
-  const auto* half = static_cast<const uint16_t*>(local.data);
-  switch (local.dtype) {
-    case Dtype::float16: return accumulate_float16(shared, residual, half, ahead, decay, n);
-    case Dtype::bfloat16: return accumulate_bfloat16(shared, residual, half, ahead, decay, n);
-    default: return accumulate_float32(shared, residual, static_cast<const float*>(local.data), ahead, decay, n);
-  }
-}
-
-void set_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right) {
-  constexpr size_t kColumns = 2048;  // of a row that stay in the first cache while all products are added
-  for (size_t begin = 0; begin < columns; begin += kColumns) {
-    const size_t n = std::min(kColumns, columns - begin);
-    for (size_t i = 0; i < rows; ++i) {
-      float* row = out + i * columns + begin;
-      const float* at = right + begin;
-      std::fill(row, row + n, 0.0f);
-      size_t k = 0;
-      for (; k + 4 <= rank; k += 4, at += 4 * columns) {
-        const float factors[4] = {left[k * rows + i], left[(k + 1) * rows + i], left[(k + 2) * rows + i],
-                                  left[(k + 3) * rows + i]};
-        add_four(row, n, factors, at, at + columns, at + 2 * columns, at + 3 * columns);
+// The products of all pairs of vectors, as the lower triangle of a matrix.
+THINWIRE_CLONES void pairwise_dots(const double* vectors, size_t rank, size_t length, double* dots) {
+  constexpr size_t kPairs = 4;
+  const size_t whole = length / kDoubles * kDoubles;
+  for (size_t a = 0; a < rank; ++a) {
+    const double* x = vectors + a * length;
+    for (size_t b = 0; b <= a; b += kPairs) {
+      const double* y[kPairs];
+      for (size_t p = 0; p < kPairs; ++p) y[p] = vectors + std::min(b + p, a) * length;
+      Doubles sums[kPairs] = {};
+      for (size_t i = 0; i < whole; i += kDoubles) {
+        Doubles left, right;
+        std::memcpy(&left, x + i, sizeof left);
+#pragma GCC unroll 4
+        for (size_t p = 0; p < kPairs; ++p) {
+          std::memcpy(&right, y[p] + i, sizeof right);
+          sums[p] += left * right;
+        }
       }
-      for (; k < rank; ++k, at += columns) add_one(row, n, left[k * rows + i], at);
+      for (size_t p = 0; p < kPairs && b + p <= a; ++p) {
+        double sum = (sums[p][0] + sums[p][1]) + (sums[p][2] + sums[p][3]);
+        for (size_t i = whole; i < length; ++i) sum += x[i] * y[p][i];
+        dots[a * rank + b + p] = sum;
+      }
     }
   }
 }
 
-void orthonormalise(float* vectors, size_t rank, size_t length, uint64_t seed) {
-  std::vector<double> basis(vectors, vectors + rank * length);
+// Replaces a positive definite matrix, given by its lower triangle, by the inverse of its Cholesky factor. Returns false
+// if one of the vectors nearly depends on those before it: the result would be inexact.
+bool inverse_cholesky(std::vector<double>& matrix, size_t n) {
+  for (size_t k = 0; k < n; ++k) {
+    for (size_t j = 0; j <= k; ++j) {
+      double sum = matrix[k * n + j];
+      for (size_t i = 0; i < j; ++i) sum -= matrix[k * n + i] * matrix[j * n + i];
+      if (j < k) {
+        matrix[k * n + j] = sum / matrix[j * n + j];
+      } else {
+        if (!(sum > 1e-9 * matrix[k * n + k]) || !(sum > 0x1p-240)) return false;
+        matrix[k * n + k] = std::sqrt(sum);
+      }
+    }
+  }
+  for (size_t j = 0; j < n; ++j) {
+    matrix[j * n + j] = 1.0 / matrix[j * n + j];
+    for (size_t k = j + 1; k < n; ++k) {
+      double sum = 0.0;
+      for (size_t i = j; i < k; ++i) sum -= matrix[k * n + i] * matrix[i * n + j];
+      matrix[k * n + j] = sum / matrix[k * n + k];
+    }
+  }
+  return true;
+}
+
+// out[k] = the sum of factors[k][j] * vectors[j] over j <= k, in the order of j. `part` has room for kPart elements of
+// every vector: they are used by all sums, and would share few lines of the cache where the vectors lie.
+constexpr size_t kPart = 4 * kDoubles;
+THINWIRE_CLONES void multiply_lower(const double* factors, const double* vectors, size_t rank, size_t length,
+                                    double* part, float* out) {
+  for (size_t i = 0; i < length; i += kPart) {
+    const size_t width = std::min(kPart, length - i);
+    for (size_t j = 0; j < rank; ++j) std::copy_n(vectors + j * length + i, width, part + j * kPart);
+    for (size_t k = 0; k < rank; ++k) {
+      const double *factor = factors + k * rank, *at = part;
+      Doubles sums[kPart / kDoubles] = {};
+      for (size_t j = 0; j <= k; ++j, at += kPart) {
+#pragma GCC unroll 4
+        for (size_t p = 0; p < kPart / kDoubles; ++p) {
+          Doubles vector;
+          std::memcpy(&vector, at + p * kDoubles, sizeof vector);
+          sums[p] += factor[j] * vector;
+        }
+      }
+      for (size_t c = 0; c < width; ++c) out[k * length + i + c] = float(sums[c / kDoubles][c % kDoubles]);
+    }
+  }
+}
+
+// Orthonormal vectors by the Cholesky factor of their products, which takes two passes of products without any order
+// among the vectors. Returns false, and writes nothing, if the vectors are nearly dependent.
+bool orthonormalise_at_once(const std::vector<double>& basis, float* out, size_t rank, size_t length) {
+  std::vector<double> dots(rank * rank);
+  pairwise_dots(basis.data(), rank, length, dots.data());
+  if (!inverse_cholesky(dots, rank)) return false;
+  std::vector<double> part(rank * kPart);
+  multiply_lower(dots.data(), basis.data(), rank, length, part.data(), out);
+  return true;
+}
+
+// Orthonormal vectors by Gram and Schmidt's method, which copes with dependent ones.
+void orthonormalise_in_turn(std::vector<double>& basis, float* out, size_t rank, size_t length, uint64_t seed) {
   for (size_t k = 0; k < rank; ++k) {
     double* vector = basis.data() + k * length;
     const double before = std::sqrt(dot(vector, vector, length));
@@ -138,7 +253,31 @@ void orthonormalise(float* vectors, size_t rank, size_t length, uint64_t seed) {
       found = normalise(vector, length, 1e-6);
     }
   }
-  for (size_t i = 0; i < basis.size(); ++i) vectors[i] = float(basis[i]);
+  for (size_t i = 0; i < basis.size(); ++i) out[i] = float(basis[i]);
+}
+
+}  // namespace
+
+bool accumulate_update(const float* shared, float* residual, Parameters local, float ahead, float decay, size_t n) {
+  const auto* half = static_cast<const uint16_t*>(local.data);
+  switch (local.dtype) {
+    case Dtype::float16: return accumulate_float16(shared, residual, half, ahead, decay, n);
+    case Dtype::bfloat16: return accumulate_bfloat16(shared, residual, half, ahead, decay, n);
+    default: return accumulate_float32(shared, residual, static_cast<const float*>(local.data), ahead, decay, n);
+  }
+}
+
+void set_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right) {
+  set_product(out, rows, columns, rank, left, right);
+}
+
+void subtract_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right) {
+  subtract_product(out, rows, columns, rank, left, right);
+}
+
+void orthonormalise(float* vectors, size_t rank, size_t length, uint64_t seed) {
+  std::vector<double> basis(vectors, vectors + rank * length);
+  if (!orthonormalise_at_once(basis, vectors, rank, length)) orthonormalise_in_turn(basis, vectors, rank, length, seed);
 }
 
 THINWIRE_CLONES void correct_adam(float* parameters, const float* mean, const float* square, size_t n, AdamStep step,

@@ -17,8 +17,11 @@ bool accumulate_update(const float* shared, float* residual, Parameters local, f
 // All machines compute the same bits.
 void set_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right);
 
-// Makes `rank` vectors of `length` elements orthonormal, one after the other, in float64 and a fixed order of additions,
-// so that all machines compute the same bits. A vector that depends on those before it is replaced by a random one,
+// Subtracts such a sum from out.
+void subtract_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right);
+
+// Makes `rank` vectors of `length` elements orthonormal in float64 and a fixed order of additions, as Gram and Schmidt's
+// method does, so that all machines compute the same bits. A vector that depends on those before it is replaced by a random one,
 // which the seed determines. rank <= length.
 void orthonormalise(float* vectors, size_t rank, size_t length, uint64_t seed);
 

@@ -13,7 +13,8 @@ from papers.simulation import Curve, Goal, TrainingSetting
 from papers.study import Claim, Figure, Series, Table, number, percent
 from papers.workspace import Workspace
 from thinwire.codec.codec import Codec
-from thinwire.tools.race.launch import ClusterSpec
+from thinwire.tools.lab.links import LinkSettings
+from thinwire.tools.race.launch import ClusterSpec, RunProgress
 from thinwire.tools.race.race import Result, run_race
 from thinwire.tools.race.training import Plan, Work, with_infinite
 from thinwire.tools.recipes import get_recipe
@@ -111,9 +112,11 @@ def end_to_end(run: ConfirmationRun) -> dict[str, Any]:
 
 def _race(testbed: LabTestbed, methods: Sequence[str], plan: Plan) -> Result:
     work = Work(testbed.recipe, testbed.data, tuple(with_infinite([(method, 0) for method in methods])), plan)
-    place = ClusterSpec(testbed.hosts, testbed.rate, "thinwire reproduce")
-    with tempfile.TemporaryDirectory() as folder:
-        return run_race(get_recipe(testbed.recipe), work, place, Path(folder))
+    place = ClusterSpec(testbed.hosts, LinkSettings(testbed.rate), "thinwire reproduce")
+    recipe, names = get_recipe(testbed.recipe), [method for method, _ in work.runs]
+    totals = [min(work.infinite_steps, plan.max_steps) if name == "infinite" else plan.max_steps for name in names]
+    with tempfile.TemporaryDirectory() as folder, RunProgress(names, totals, recipe.metric) as progress:
+        return run_race(recipe, work, place, Path(folder), progress)
 
 
 def confirm(workspace: Workspace, run: ConfirmationRun, times: Any | None = None) -> tuple[list[Claim], list[Table]]:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from papers.files import fingerprint, merge_provenance, provenance, read_json, save_json
 from papers.simulation import Curve, Goal, PeriodicProbe, Simulation, TrainingSetting
 from papers.study import Study, StudyError
 from thinwire.tools.lab.check import check, ready
+from thinwire.tools.options import LINE_EVERY
+from thinwire.tools.progress import WorkProgress, duration, lines_every, print_line
 from thinwire.tools.recipes.recipe import Batch, Recipe, Split, Splits
 
 Key = TypeVar("Key")
@@ -65,12 +66,19 @@ class Workspace:
         return Splits(FirstSamples(splits.train, first), splits.test)
 
     def part(
-        self, name: str, make: Callable[[], Any], *, setup: str, data: Splits | None = None, needed: bool = False
+        self,
+        name: str,
+        make: Callable[[], Any],
+        *,
+        setup: str,
+        data: Splits | None = None,
+        needed: bool = False,
+        shown: bool = False,
     ) -> Any | None:
         """Return the result of a part, which is plain data: read it from its file, or make it now and save it.
 
         `setup` and `data` identify the work: a file with another identity is replaced. A part that `only` does not
-        name is skipped and None is returned, unless other work needs it.
+        name is skipped and None is returned, unless other work needs it. `shown`: the part shows its own progress.
         """
         described = _described(setup, data)
         path = self.folder / f"part-{name}.json"
@@ -78,8 +86,15 @@ class Workspace:
             if not (needed or self._selected(name)):
                 self.skipped.append(f"{name}: this part was left out")
                 return None
-            self.console.print(f"{name} ...", highlight=False, markup=False)
-            began, outcome = time.monotonic(), make()
+            print_line(self.console, f"{name} ...")
+            began = time.monotonic()
+            quiet = shown or self.console.is_terminal
+
+            def sentence() -> str:
+                return "" if quiet else f"{name}: {duration(time.monotonic() - began)} so far"
+
+            with lines_every(LINE_EVERY, sentence, self.console):
+                outcome = make()
             header = {"described": described, "made": provenance(), "seconds": time.monotonic() - began}
             save_json({**header, "outcome": outcome}, path)
         self.used.append(path)
@@ -90,7 +105,7 @@ class Workspace:
         if not self.lab and not self._is_saved(name, _described(setup, data)):
             self.skipped.append(f"{name}: needs the lab, which was left out")
             return None
-        return self.part(name, lambda: _make_in_lab(make), setup=setup, data=data)
+        return self.part(name, lambda: _make_in_lab(make), setup=setup, data=data, shown=True)
 
     def _is_saved(self, name: str, described: str) -> bool:
         self.requested.append(name)
@@ -123,17 +138,14 @@ class Workspace:
         if not self._selected(name) and simulation.finished(self.folder) is None:
             self.skipped.append(f"{name}: this run was left out")
             return None
-        text, left = TextColumn("{task.description:<24}"), TimeRemainingColumn(compact=True)
-        columns = (text, BarColumn(bar_width=16), MofNCompleteColumn(), "{task.fields[metrics]}", TimeElapsedColumn())
-        with Progress(*columns, "about", left, "left", console=self.console) as progress:
-            task = progress.add_task(name, total=goal.max_steps, metrics="")
+        with WorkProgress(name, goal.max_steps, self.console) as progress:
 
             def watch(curve: Curve, done: int) -> None:
-                progress.update(task, completed=done, metrics=_metrics(curve, recipe.metric))
+                metrics = [text] if (text := _metrics(curve, recipe.metric)) else []
+                progress.reach(done, figures=", ".join([f"step {done} of {goal.max_steps}", *metrics]))
 
             curve = simulation.run(self.folder, watch, probe)
-            watch(curve, curve.step[-1])
-            progress.update(task, total=curve.step[-1])
+        print_line(self.console, f"{name}: {curve.step[-1]} steps, {_metrics(curve, recipe.metric)}")
         self.used.append(self.folder / f"{name}.json")
         return curve
 

@@ -1,4 +1,4 @@
-"""Tests that need what pip cannot install: they skip where it is missing, and fail there if CI is "true"."""
+"""Tests that need a program or a feature of the kernel skip where it is missing, and fail there if CI is "true"."""
 
 import contextlib
 import functools
@@ -18,15 +18,22 @@ _PROGRAMS = {
     "clang++": (("clang++",), "apt-get install clang libclang-rt-dev"),
     "browser": (("chromium", "chromium-browser", "google-chrome", "chrome"), "apt-get install chromium"),
 }
-# Abilities of a lab that not every machine has; one of them is enough.
-_LAB = {"lab": (), "nft": ("loss (nftables)",), "loss": ("loss (nftables)", "delay (netem)")}
+# Abilities of a lab that not every kernel has; one of them is enough.
+_LAB = {
+    "lab": (),
+    "nftables": ("loss (nftables)",),
+    "loss": ("loss (nftables)", "delay (netem)"),
+    "delay": ("delay (netem)", "delay (delay line)"),
+    "delay line": ("delay (delay line)",),
+}
 
 
 def needs(what: str) -> str:
     """Return the path of a program, or nothing for an ability of the lab; skip or fail the test where it is missing.
 
     Args:
-        what: `clang++` or `browser`; or of an emulated network `lab` (hosts with a rate), `loss` or `nft`.
+        what: `clang++` or `browser`; or of an emulated network `lab` (hosts with a rate), `loss`, `nftables`, `delay`
+            or `delay line`.
     """
     if what in _PROGRAMS:
         names, remedy = _PROGRAMS[what]

@@ -1,6 +1,6 @@
 """A pytest plugin: where CI=true, a skipped test fails the session.
 
-Some tests need programs that pip cannot install (nft, clang, a browser). They skip on a user's machine. In CI those
+Some tests need programs that pip cannot install (clang, a browser). They skip on a user's machine. In CI those
 programs are installed, so that a skip there means that something was not tested.
 """
 

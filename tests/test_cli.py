@@ -15,13 +15,13 @@ from thinwire.tools import cli
 
 # Every command with its arguments and options. Change this list on purpose only: people have them in scripts.
 OPTIONS = {
-    "race": "RECIPE --workers --rate --methods --target --max-steps --seeds --batch --lr --evaluate-every --data "
-    "--diagnose --logs --json --report --transport --loss --on-loss --method",
-    "advise": "RECIPE --workers --rate --delay --probe --methods --batch --data --json --report",
-    "lab": "COMMAND --hosts --rate --asymmetric --host-rate --loss --delay --per-host --torchrun --timeout --json "
-    "--quiet --check --clean",
-    "train": "RECIPE --workers --method --rate --target --max-steps --batch --lr --seed --data --checkpoint --resume "
-    "--server --config --print-config",
+    "race": "RECIPE --workers --preset --rate --delay --host-delay --loss --methods --target --max-steps --seeds "
+    "--batch --lr --evaluate-every --data --diagnose --logs --json --report --transport --on-loss --method",
+    "advise": "RECIPE --workers --preset --rate --delay --probe --methods --batch --data --json --report",
+    "lab": "COMMAND --hosts --preset --rate --asymmetric --host-rate --loss --delay --host-delay --per-host --torchrun "
+    "--timeout --json --quiet --check --clean",
+    "train": "RECIPE --workers --method --preset --rate --delay --host-delay --loss --target --max-steps --batch --lr "
+    "--seed --data --checkpoint --resume --server --config --print-config",
     "serve": "RECIPE --port --bind --workers --method --mode --target --max-steps --checkpoint --keys --insecure "
     "--json --config --print-config",
     "work": "RECIPE --server --method --slot --data --keys --overlap --profile --patience",
@@ -32,10 +32,12 @@ OPTIONS = {
     "simulate scale": "--parameters --compute --density --bits --rate --delay --stragglers --rate-spread --per-machine "
     "--bus --exchanges --workers --measured --calibrate-up-to --cores --json --report",
     "bench codec": "--json --n --quick",
-    "bench ddp": "--workers --rate --methods --batch --steps --rounds --warmup --json",
-    "bench advice": "--workers --rates --methods --batch --steps --rounds --json",
-    "bench server": "--workers --rate --only --steps --seconds --json",
-    "bench udp": "--only --rate --loss --steps --seconds --fuzzed --json",
+    "bench ddp": "--workers --preset --rate --delay --host-delay --loss --methods --batch --steps --rounds --warmup "
+    "--json",
+    "bench fsdp": "--machines --ranks --rate --methods --recipe --batch --steps --rounds --warmup --json",
+    "bench advice": "--workers --rates --delay --methods --batch --steps --rounds --json",
+    "bench server": "--workers --preset --rate --delay --host-delay --loss --only --steps --seconds --json",
+    "bench udp": "--only --preset --rate --delay --host-delay --loss --steps --seconds --fuzzed --json",
     "bench fidelity": "--folder --only --methods --jobs --data --json",
     "keys new": "FOLDER --name",
     "reproduce": "",

@@ -26,6 +26,7 @@ TOOL_FLOORS = [
     {"simulate"},
     {"race"},
     {"report"},
+    {"progress"},
     {"observe", "options", "keys"},
     {"events"},
 ]

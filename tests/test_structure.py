@@ -24,13 +24,13 @@ def test_a_class_name_exists_once() -> None:
 
 def library() -> list[Path]:
     """The files of the library without the rooms that are extras of their own."""
-    apart = ("tools", "server", "transport")
+    apart = ("tools", "server", "transport", "integrations")
     return [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in apart]
 
 
 def test_the_library_has_few_files_and_no_small_one_that_only_one_other_uses() -> None:
     files = library()
-    assert len(files) <= 40
+    assert len(files) <= 48
     importers = defaultdict(set)
     for path in [*modules(), ROOT / "__init__.py"]:
         for name in modules_imported(path):

@@ -33,7 +33,9 @@ from thinwire.codec.frame import FrameReader
 from thinwire.codec.selection import Percentile, TopK
 from thinwire.codec.values import Bits, Float32
 from thinwire.tools.events import Step, read_log
+from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.observe import gradient_histogram
+from thinwire.tools.progress import WorkProgress
 from thinwire.tools.race.launch import ClusterSpec, launch
 from thinwire.tools.race.served import ServedWork, ServerSettings
 from thinwire.tools.race.train import ServedTraining
@@ -121,15 +123,18 @@ def broadcast_phases(testbed: LabTestbed, methods: Sequence[str], *, steps: int)
     """
     events: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)  # by kind and method
 
-    def read(host: int, line: str) -> None:
-        kind, _, rest = line.partition(" ")
-        if kind in ("STEP", "ALONE"):
-            event = json.loads(rest)
-            events[kind, event.pop("method")].append(event)
-
     options = json.dumps({"methods": list(methods), "batch": testbed.batch, "steps": steps})
     argv = [sys.executable, "-m", "papers.sparsify_gradients.process", options]
-    launch(argv, testbed.hosts, testbed.rate, read)
+    with WorkProgress(f"steps as in the paper, {testbed}", steps * len(methods)) as progress:
+
+        def read(host: int, line: str) -> None:
+            kind, _, rest = line.partition(" ")
+            if kind in ("STEP", "ALONE"):
+                event = json.loads(rest)
+                events[kind, event.pop("method")].append(event)
+                progress.advance(1.0 if kind == "STEP" else 0.0)
+
+        launch(argv, testbed.hosts, LinkSettings(testbed.rate), read)
     found = {}
     for method in methods:
         medians = _median_phases(events["STEP", method][2:])
@@ -164,7 +169,7 @@ def served_phases(testbed: LabTestbed, push: str, pull: str, *, steps: int) -> d
         timeout=60.0,
     )
     served = ServedWork(testbed.recipe, testbed.data, settings)
-    place = ClusterSpec(workers, testbed.rate, "thinwire reproduce")
+    place = ClusterSpec(workers, LinkSettings(testbed.rate), "thinwire reproduce")
     with tempfile.TemporaryDirectory() as folder:
         training = ServedTraining(get_recipe(testbed.recipe), served, place, Path(folder) / "log.jsonl")
         training.run()

@@ -15,6 +15,7 @@ from papers.study import Claim, Figure, Series, Study, Table, number
 from papers.workspace import Workspace, without_skipped
 from thinwire.errors import LabError
 from thinwire.tools.lab import Lab
+from thinwire.tools.progress import WorkProgress
 from thinwire.tools.race.profile import LayerTimes
 from thinwire.tools.simulate.schedule import Case, compare, even_slices
 
@@ -122,14 +123,17 @@ def _measure(setup: SchedulingSetup) -> list[Row]:
     runs = [setup.run(policy, bound) for bound in BOUNDS for policy in POLICIES]
     events: dict[str, list[dict[str, Any]]] = {}
 
-    def read(host: int, line: str) -> None:
-        kind, _, rest = line.partition(" ")
-        if kind in ("APPLIED", "STEP"):
-            event = json.loads(rest)
-            events.setdefault(event["run"], []).append(event)
+    argv = [sys.executable, "-m", "papers.tsai_thesis.process", json.dumps(runs)]
+    lab = Lab(setup.workers + 1, rate=f"{setup.rate_mbit:g}mbit")
+    with WorkProgress(f"{len(runs)} runs of {setup.workers} workers", setup.steps * len(runs)) as progress, lab:
 
-    with Lab(setup.workers + 1, rate=f"{setup.rate_mbit:g}mbit") as lab:
-        argv = [sys.executable, "-m", "papers.tsai_thesis.process", json.dumps(runs)]
+        def read(host: int, line: str) -> None:
+            kind, _, rest = line.partition(" ")
+            if kind in ("APPLIED", "STEP"):
+                event = json.loads(rest)
+                events.setdefault(event["run"], []).append(event)
+                progress.advance(1.0 if kind == "APPLIED" else 0.0)
+
         result = lab.run(argv, output=read)
     if result.failure is not None:
         raise LabError(f"the scheduling study failed: {result.failure}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.errors import FrameError, LinkError, ThinwireError
     from thinwire.hooks.attach import attach
     from thinwire.link.link import Link
+    from thinwire.link.outer import SGD, Nesterov
     from thinwire.link.state import merge_states
     from thinwire.server.server import Server
     from thinwire.server.worker import Worker
@@ -24,10 +25,12 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
 
 __all__ = ["Adaptive", "BFloat16", "Bits", "Codec", "Dynamic", "ErrorFeedback", "Float16", "Float32", "FrameError"]
 __all__ += [
+    "SGD",
     "Link",
     "LinkError",
     "LowRank",
     "MomentumCorrection",
+    "Nesterov",
     "NoFeedback",
     "Percentile",
     "RandomK",
@@ -60,10 +63,11 @@ _RENAMED = {
     "ServerError": "thinwire.server.ServerError",
     "TransportError": "thinwire.errors.TransportError",
 }
-_PACKAGES = ("codec", "errors", "exchange", "server", "tune")
+_PACKAGES = ("codec", "errors", "exchange", "integrations", "server", "tune")
 _MODULES = {
     "thinwire.hooks.attach": ("attach",),
     "thinwire.link.link": ("Link",),
+    "thinwire.link.outer": ("SGD", "Nesterov"),
     "thinwire.link.state": ("merge_states",),
     "thinwire.codec.codec": ("Codec",),
     "thinwire.codec.selection": ("TopK", "Percentile", "Threshold", "StdDev", "Dynamic", "RandomK", "Rotate", "Warmup"),

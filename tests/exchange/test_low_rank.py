@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +39,17 @@ def test_bases_are_orthonormal(rank: int, extra: int, seed: int, dependent: bool
     assert torch.allclose(vectors @ vectors.T, torch.eye(rank), atol=1e-5)
 
 
+@pytest.mark.parametrize("nearly", [0.5, 1e-3, 3e-5, 1e-6])
+def test_vectors_that_nearly_depend_on_others_become_orthonormal(nearly: float) -> None:
+    vectors = torch.randn(9, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    vectors[5] = vectors[2] + nearly * vectors[5]
+    basis = vectors.float()
+    expected = torch.linalg.qr(basis.double().T).Q.T
+    _native.orthonormalise(basis.data_ptr(), 9, 70, 1)
+    assert torch.allclose(basis @ basis.T, torch.eye(9), atol=1e-5)
+    assert torch.allclose((basis.double() * expected).sum(1).abs(), torch.ones(9, dtype=torch.float64), atol=1e-4)
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 40), columns=st.integers(1, 5000), rank=st.integers(1, 9), seed=st.integers(0, 2**31))
 def test_products_are_those_of_matrices(rows: int, columns: int, rank: int, seed: int) -> None:
@@ -49,6 +61,10 @@ def test_products_are_those_of_matrices(rows: int, columns: int, rank: int, seed
     for k in range(rank):
         one_by_one = one_by_one + left[k].unsqueeze(1) * right[k]
     assert torch.equal(out, one_by_one)
+    whole = torch.randn(rows, columns, generator=generator)
+    rest = whole.clone()
+    _native.subtract_low_rank(rest.data_ptr(), rows, columns, rank, left.data_ptr(), right.data_ptr())
+    assert torch.equal(rest, whole - one_by_one)
 
 
 def test_ranks() -> None:

@@ -63,6 +63,10 @@ def test_integration(tmp_path: Path, library: str, script: str) -> None:
     assert output.count("step 256") == 2, output  # the link's own count went on from the checkpoint
 
 
+def test_fsdp() -> None:
+    check(printed(as_main, 4, "fsdp.py"), ranks=4)
+
+
 def test_elastic_restart_is_the_unbroken_run_bit_by_bit(tmp_path: Path) -> None:
     broken = torchrun("elastic.py", str(tmp_path / "a"), "--kill-at", "12", ranks=4, options=("--max-restarts", "1"))
     assert "resumed at step 10" in broken
@@ -71,5 +75,5 @@ def test_elastic_restart_is_the_unbroken_run_bit_by_bit(tmp_path: Path) -> None:
     def lines(output: str) -> list[str]:
         return sorted(line for line in output.splitlines() if line.startswith("rank "))
 
-    assert len(lines(broken)) == 4
+    assert len(lines(broken)) == 8
     assert lines(broken) == lines(unbroken)

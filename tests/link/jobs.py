@@ -107,13 +107,13 @@ def together(rank: int, steps: int) -> tuple[list[int], list[int]]:
     try:
         model = make()
         link = tw.attach(model, 0.05, exchange="gather")
-        mean = link.exchange.mean
+        stages = link.exchange.stages
 
         def watched(bucket: Any) -> Any:
             seen.append(sum(bucket.numels))
-            return mean(bucket)
+            return stages(bucket)
 
-        link.exchange.mean = watched  # type: ignore[method-assign]
+        link.exchange.stages = watched  # type: ignore[method-assign]
         train(model, rank, range(steps), torch.optim.SGD(model.parameters(), lr=0.1))
         link.detach()
     finally:

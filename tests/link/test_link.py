@@ -20,16 +20,24 @@ from tests.link import jobs
 from thinwire.codec.encode import encode_parts
 
 
+def _python_reducer() -> DDP:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        return jobs.make()
+
+
 def refusals(rank: int) -> dict[str, str]:
     """What attach says to what cannot work."""
     hooked, attached, frozen_later = jobs.make(), jobs.make(), jobs.make()
     hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
     tw.attach(attached)
     frozen_later.module.layers[0].requires_grad_(False)
-    fsdp = type("FullyShardedDataParallel", (nn.Module,), {})()
     cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "bare": (nn.Linear(2, 2), {}),
-        "fsdp": (fsdp, {}),
+        "python reducer": (_python_reducer(), {}),
+        "update of python reducer": (
+            reduced := _python_reducer(),
+            {"optimizer": torch.optim.AdamW(reduced.parameters())},
+        ),
         "hooked": (hooked, {}),
         "twice": (attached, {}),
         "frozen": (frozen_later, {}),
@@ -56,7 +64,8 @@ def refusals(rank: int) -> dict[str, str]:
 def test_what_cannot_work_raises_at_attach_with_the_reason(cluster: Cluster) -> None:
     expected = {
         "bare": "not Linear: wrap it as DDP",
-        "fsdp": "shards parameters and gradients",
+        "python reducer": 'torch._dynamo.config.optimize_ddp is "python_reducer"',
+        "update of python reducer": 'torch._dynamo.config.optimize_ddp is "python_reducer"',
         "hooked": "has a communication hook already",
         "twice": "attached already; call detach",
         "frozen": "DDP was made for 8 parameters and 6 require gradients now",

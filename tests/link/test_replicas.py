@@ -9,11 +9,11 @@ import thinwire as tw
 import thinwire.exchange
 from tests.cluster import Cluster
 from tests.link import jobs
-from thinwire.tune.presets import PRESETS
+from thinwire.tune.presets import LOCAL, PRESETS
 
 EXCHANGES = ["dense", "gather", "scatter-reduce", tw.exchange.Hierarchical(tw.exchange.ScatterReduce(), per_machine=2)]
 # Presets with a fixed rule: `Adaptive` has tests of its own, and "dense" leaves nothing out.
-FIXED = sorted(PRESETS.keys() - {"adaptive", "adaptive-bytes", "dense"})
+FIXED = sorted(PRESETS.keys() - {"adaptive", "adaptive-bytes", "dense", *LOCAL})
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=str)

@@ -9,7 +9,7 @@ from torch import nn
 from tests.cluster import Cluster
 from tests.link import jobs
 from thinwire.link.assembly import LinkOptions, open_link
-from thinwire.link.link import Job
+from thinwire.link.thread import Job
 
 
 class PlainHook:

@@ -1,12 +1,22 @@
 """The kernel that accumulates updates and its twin in torch operations give the same residuals."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from thinwire import _native
-from thinwire.codec.feedback import DTYPES, array_args
-from thinwire.link.updates import accumulate_update
+from thinwire.codec.codec import Codec
+from thinwire.codec.feedback import DTYPES, ErrorFeedback, array_args
+from thinwire.codec.selection import TopK
+from thinwire.codec.values import Float32
+from thinwire.link import updates as module
+from thinwire.link.rounds import Rounds
+from thinwire.link.thread import Pending
+from thinwire.link.updates import Updates, accumulate_update
 
 
 @settings(max_examples=60, deadline=None)
@@ -40,3 +50,113 @@ def test_without_rounding_the_residual_is_the_distance_to_the_shared_parameters(
     local = shared - 0.75  # the step began at shared - 0.5
     _native.accumulate_update(shared.data_ptr(), residual.data_ptr(), array_args(local), 1.0, 1.0)
     assert torch.equal(residual, torch.full((8,), 0.75))
+
+
+# Rounds of local steps. All numbers are multiples of 1/64, so that float32 adds them without rounding.
+
+
+class Ranks:
+    """Two ranks whose optimizers are replaced by given changes, and whose exchange sends the largest entries."""
+
+    def __init__(self, n: int, count: int, rounds: Rounds, decay: float = 1.0) -> None:
+        self.n, self.rounds = n, rounds
+        parameters = [nn.Parameter(torch.zeros(n)) for _ in range(2)]
+        codecs = [Codec(TopK(0.5), Float32(), ErrorFeedback(decay)) for _ in range(2)]
+        self.updates = [
+            Updates({"w": p}, [torch.optim.SGD([p], lr=1.0)], codec, rounds)
+            for p, codec in zip(parameters, codecs, strict=True)
+        ]
+        self.count = count
+        self.sent = [torch.zeros(n), torch.zeros(n)]
+
+    def step(self, changes: list[Tensor]) -> None:
+        ended = False
+        for updates, change in zip(self.updates, changes, strict=True):
+            updates.look_ahead()
+            with torch.no_grad():
+                updates.parameters["w"].sub_(change)
+            ended = updates.count(0)
+        if ended:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        jobs, frames = [], []
+        for updates in self.updates:
+            updates.finish(0)
+            jobs.append(updates.jobs(0))
+        for rank, updates in enumerate(self.updates):
+            residual = updates.residual("w")
+            sent = torch.zeros(self.n)
+            chosen = residual.abs().topk(min(self.count, self.n)).indices
+            sent[chosen] = residual[chosen]
+            residual -= sent
+            self.sent[rank] += sent
+            frames.append(sent)
+        for updates, mine in zip(self.updates, jobs, strict=True):
+            assert mine[0].outs is not None
+            mine[0].outs["w"].copy_((frames[0] + frames[1]) / 2)
+            if self.rounds.overlap:
+                updates.begin(0, mine, Pending(mine, []))
+            else:
+                updates.apply(mine, skipped=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    every=st.integers(1, 4),
+    overlap=st.booleans(),
+    steps=st.integers(1, 14),
+    seed=st.integers(0, 2**31),
+    read=st.integers(0, 14),
+)
+def test_nothing_is_lost_in_rounds(n: int, every: int, overlap: bool, steps: int, seed: int, read: int) -> None:
+    """Sent + residual + unfinished round = all changes; a flush applies their mean; reading changes no course."""
+    generator = torch.Generator().manual_seed(seed)
+    with look_ahead(1.0):
+        ranks, undisturbed = (Ranks(n, 1 + n // 3, Rounds(every, overlap=overlap)) for _ in range(2))
+        totals = [torch.zeros(n), torch.zeros(n)]
+        for step in range(steps):
+            changes = [torch.randint(-64, 65, (n,), generator=generator) / 64.0 for _ in range(2)]
+            ranks.step(changes)
+            undisturbed.step(changes)
+            totals = [a + b for a, b in zip(totals, changes, strict=True)]
+            if step == read:
+                ranks.updates[0].finish()  # as an evaluation on one rank does
+        for rank, updates in enumerate(ranks.updates):
+            updates.finish()
+            undisturbed.updates[rank].finish()
+            assert torch.equal(updates.shared["w"], ranks.updates[0].shared["w"])
+            assert torch.equal(updates.shared["w"], undisturbed.updates[rank].shared["w"])
+            updates.absorb()
+            assert torch.equal(ranks.sent[rank] + updates.residual("w"), totals[rank])
+        left = (ranks.updates[0].residual("w") + ranks.updates[1].residual("w")) / 2
+
+        def mean(total: Tensor) -> None:
+            total.copy_(left)
+
+        for updates in ranks.updates:
+            updates.flush(mean)
+            assert torch.equal(updates.parameters["w"].detach(), -(totals[0] + totals[1]) / 2)
+
+
+@contextmanager
+def look_ahead(factor: float) -> Iterator[None]:
+    before, module.LOOK_AHEAD = module.LOOK_AHEAD, factor
+    try:
+        yield
+    finally:
+        module.LOOK_AHEAD = before
+
+
+@settings(max_examples=20, deadline=None)
+@given(weight=st.sampled_from([0.25, 0.5, 1.5]), seed=st.integers(0, 2**31))
+def test_changes_are_weighted(weight: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    change = torch.randint(-64, 65, (9,), generator=generator) / 64.0
+    ranks = Ranks(9, 3, Rounds(2))
+    ranks.updates[0].weight = weight
+    for _ in range(2):
+        ranks.step([change, change])
+    assert torch.equal(ranks.sent[0] + ranks.updates[0].residual("w"), 2 * weight * change)
+    assert torch.equal(ranks.sent[1] + ranks.updates[1].residual("w"), 2 * change)

@@ -92,9 +92,9 @@ def work(say: Say, spec: dict[str, Any]) -> None:
         acked: list[tuple[int, int]] = []
         on_ack = worker._client._on_ack
 
-        def noted(session: Any, message: Any) -> None:
+        def noted(session: Any, message: Any, now: float) -> None:
             acked.append((session.layout.numbers[message.layer, message.part], message.clock))
-            on_ack(session, message)
+            on_ack(session, message, now)
 
         worker._client._on_ack = noted  # type: ignore[method-assign]
         # The second layer's gradient is pushed when the first layer's is computed.

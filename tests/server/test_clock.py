@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import MessageError
-from thinwire.server.aggregate import Clock
+from thinwire.server.aggregate import Clock, WorkerClock
 
 PARTS = 3
 
@@ -16,14 +16,14 @@ class Room:
     """A clock and correct workers, which push a part's step when all parts are fresh enough for it."""
 
     def __init__(self, bound: int | None, phased: bool) -> None:
-        self.clock = Clock(PARTS, bound, phased=phased)
+        self.clock = Clock[WorkerClock](PARTS, bound, phased=phased)
         self.counted: set[tuple[int, int, int]] = set()
         self.applied: list[tuple[int, int]] = []
         self.names = 0
 
     def join(self) -> None:
         self.names += 1
-        first = self.clock.join(self.names)
+        first = self.clock.join(self.names, WorkerClock).first
         for part in range(PARTS):  # nobody has pushed anything of its first step, and none of it is applied
             assert first >= self.clock.lowest[part]
             assert self.clock.bound is None or not any(p == part and c >= first for _, p, c in self.counted)
@@ -93,30 +93,30 @@ def test_any_order_of_joins_and_pushes_is_consistent(actions: list[Any], bound: 
 
 
 def test_all_workers_that_owe_the_lowest_step_block_once_another_waits() -> None:
-    clock = Clock(1, 0)
+    clock = Clock[WorkerClock](1, 0)
     for session in (1, 2, 3):
-        clock.join(session)
+        clock.join(session, WorkerClock)
     assert clock.blocking() == set()  # nobody is ahead
     clock.push(3, 0, 0)
     assert clock.blocking() == {1, 2}
     clock.push(1, 0, 0)
     assert clock.blocking() == {2}
-    stale = Clock(1, 1)
+    stale = Clock[WorkerClock](1, 1)
     for session in (1, 2, 3):
-        stale.join(session)
+        stale.join(session, WorkerClock)
     stale.push(3, 0, 0)
     assert stale.blocking() == set()  # the bound lets it continue
     stale.push(3, 0, 1)
     assert stale.blocking() == {1, 2}
-    free = Clock(1, None)
-    free.join(1), free.join(2)
+    free = Clock[WorkerClock](1, None)
+    free.join(1, WorkerClock), free.join(2, WorkerClock)
     free.push(1, 0, 0)
     assert free.blocking() == set()
 
 
 def test_pushes_out_of_turn_or_ahead_of_the_bound_are_refused() -> None:
-    clock = Clock(1, 1)
-    clock.join(1), clock.join(2)
+    clock = Clock[WorkerClock](1, 1)
+    clock.join(1, WorkerClock), clock.join(2, WorkerClock)
     with pytest.raises(MessageError, match="before step 0"):
         clock.push(1, 0, 5)
     assert clock.push(1, 0, 0)

@@ -23,6 +23,7 @@ from tests.server.test_sessions import train_ones
 from thinwire.server.server import Server
 from thinwire.tools.events import EventLog, Step, read_log
 from thinwire.tools.lab import Lab
+from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.race.launch import ClusterSpec, make_plan
 from thinwire.tools.race.served import ServerSettings, Serving
 from thinwire.tools.race.served import work as work_served
@@ -242,7 +243,7 @@ def test_ssp_keeps_its_bound_with_one_worker_five_times_slower(tmp_path: Path) -
     recipe, slow = get_recipe("digits"), threading.Event()
     plan = make_plan(recipe, workers=3, max_steps=15, target=1.0, evaluate_every=1000)
     terms = ServerSettings(plan, workers=3, mode="ssp", bound=2, method="0.1", pull_method="0.1", timeout=30.0)
-    log = EventLog(tmp_path / "log.jsonl", describe_served(recipe, terms, ClusterSpec(3, None, "test")))
+    log = EventLog(tmp_path / "log.jsonl", describe_served(recipe, terms, ClusterSpec(3, LinkSettings(), "test")))
     threads, begun = Threads(), listen(LOOPBACK)
     model_sleep = {0: 0.1, 1: 0.02, 2: 0.02}
 

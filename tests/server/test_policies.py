@@ -1,7 +1,11 @@
 """The simulated scheduler and the real server agree on which policy is faster."""
 
+import pytest
+
 from tests.needs import needs
+from thinwire.tools.bench import BenchLab
 from thinwire.tools.bench.server import ServerRun, policy_steps
+from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.race.profile import LayerTimes
 from thinwire.tools.simulate.schedule import Case, compare, even_slices
 
@@ -13,7 +17,9 @@ LAYERS = tuple(
 )
 
 
-def test_simulation_and_server_agree_that_forward_is_faster_with_a_slow_first_layer() -> None:
+def test_simulation_and_server_agree_that_forward_is_faster_with_a_slow_first_layer(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """In the simulation forward is over 1.3 times as fast as fifo, enough to be measured on a busy machine."""
     needs("lab")
     case = Case(LAYERS, workers=1, iterations=6, slices=even_slices(LAYERS, 4))
@@ -23,5 +29,6 @@ def test_simulation_and_server_agree_that_forward_is_faster_with_a_slow_first_la
         ServerRun(policy, policy=policy, model="slow_first", workers=1, push="dense", pull="dense", steps=6)
         for policy in ("fifo", "forward")
     ]
-    measured = policy_steps("100mbit", runs)
+    measured = policy_steps(BenchLab(LinkSettings("100mbit")), runs)
     assert measured["fifo"] > measured["forward"], measured
+    assert capfd.readouterr().err.startswith("2 hosts at 100mbit ...\n")  # progress without a terminal

@@ -314,7 +314,8 @@ def test_a_worker_rejoins_after_the_server_ended_its_session() -> None:
 
     def forget(server: Server) -> None:
         if server.clock.step == 5 and server.membership.joined == 1:
-            server.membership.leave(next(iter(server.membership.active.values())), keep_connection=True)
+            member = next(iter(server.membership.active.values()))
+            server.membership.leave(member, time.monotonic(), keep_connection=True)
 
     model = small_net()
     server = Server(model, torch.optim.SGD(model.parameters(), lr=0.4), codec=0.2, on_step=forget)

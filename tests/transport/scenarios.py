@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from thinwire.transport import LARGEST, Connection, Listener, Parts, Peer
-from thinwire.transport.limits import MOST_PARTS
+from thinwire.transport.base import MOST_PARTS
 
 PATIENCE = 30.0
 END = b"end"

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import _native
-from thinwire.transport.udp import session as udp_session
 from thinwire.transport.udp.packet import (
     OVERHEAD,
     PREFIX,
@@ -35,7 +34,7 @@ FIVE = [bytes([i]) * 1000 for i in range(4)] + [b"e" * 300]
 def sessions() -> tuple[UdpSession, UdpSession]:
     """Return the worker's side and the server's side of one session."""
     keys = new_keys()
-    worker, server = (UdpSession(7, keys, server=server, mtu=1400) for server in (False, True))
+    worker, server = (UdpSession(7, keys, 0.0, server=server, mtu=1400) for server in (False, True))
     worker.address = ("127.0.0.1", 0)
     return worker, server
 
@@ -52,7 +51,7 @@ def test_equal_runs_keep_all_packets_in_order(sizes: list[int]) -> None:
 
 @given(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=20))
 def test_padding_is_removed_on_receipt(pieces: list[bytes]) -> None:
-    plains = OutgoingMessage(3, b"head", pieces, 0).packet_contents(len(pieces))
+    plains = OutgoingMessage(3, b"head", pieces, 0).packet_contents(len(pieces), 0.0)
     groups, broken = _native.read_data(plains, [9.0] * len(plains), 1.0)
     ((message, count, head, found, repeated, _, first, last),) = groups
     assert (message, count, head, repeated, first, last, broken) == (3, len(pieces), b"head", 0, 9.0, 9.0, 0)
@@ -107,7 +106,7 @@ def test_pieces_of_several_sessions_with_end_markers_between_them() -> None:
     sides = {}
     for session in (7, 8):
         keys = new_keys()
-        sides[session] = [UdpSession(session, keys, server=server, mtu=1400) for server in (False, True)]
+        sides[session] = [UdpSession(session, keys, 0.0, server=server, mtu=1400) for server in (False, True)]
     receiver = PacketReceiver({session: server for session, (_, server) in sides.items()}, Counter(), server=True)
     rows: list[tuple[SplitPacket, bytes, float]] = []
     for i in range(3):
@@ -117,7 +116,7 @@ def test_pieces_of_several_sessions_with_end_markers_between_them() -> None:
     end = Envelope(EnvelopeKind.END, 8, 1, [pack_end(1, 3, 6, b"h")]).as_record()
     late = split_packet(sides[8][0].encryptor.encrypt(pack_control(1, [end])))
     assert late is not None
-    assert receiver.receive([*rows[:5], (late, bytes([8]), 5.0), *rows[5:]])
+    assert receiver.receive([*rows[:5], (late, bytes([8]), 5.0), *rows[5:]], 6.0)
     for session, (_, server) in sides.items():
         assert server.reassembly.open[1].pieces == {i: bytes([session, i]) for i in range(3)}
         assert server.reassembly.open[1].complete and server.origin == bytes([session])
@@ -152,10 +151,8 @@ def test_a_piece_that_does_not_fit_into_a_packet_is_refused() -> None:
 
 
 def test_pieces_of_similar_length_become_packets_of_equal_length() -> None:
-    lengths = [
-        len(plain)
-        for plain in OutgoingMessage(3, b"", [b"a" * 1300, b"b" * 1299, b"c" * 1270, b"d" * 900], 0).packet_contents(4)
-    ]
+    pieces = [b"a" * 1300, b"b" * 1299, b"c" * 1270, b"d" * 900]
+    lengths = [len(plain) for plain in OutgoingMessage(3, b"", pieces, 0).packet_contents(4, 0.0)]
     assert lengths[0] == lengths[1] == lengths[2] == lengths[3] + 400
 
 
@@ -258,38 +255,43 @@ def kinds(messages: list[list[Any]]) -> list[EnvelopeKind]:
 
 
 def test_an_end_marker_alone_waits_and_is_dropped_when_its_message_was_acknowledged() -> None:
-    out, now = EnvelopeQueue(1, 1000), time.monotonic() + 1
-    number = out.reserve()
+    out, now = EnvelopeQueue(1, 1000), 1.0
+    number = out.reserve(0.0)
     out.release(number, b"e" * 20)
-    assert out.drain(1, now, now - 10) == [] and out.waiting
+    assert out.drain(1, now, now, now - 10) == [] and out.waiting
     out.on_ack(number + 1)
-    assert out.drain(1, now, now) == []
-    out.release(out.reserve(), b"e" * 20)
-    assert kinds(out.drain(1, now, now)) == [EnvelopeKind.END]  # it has waited long enough
-    out.release(out.reserve(), b"e" * 20)
-    out.put(EnvelopeKind.PLAIN, [b"pull"])
-    assert kinds(out.drain(1, now, now - 10)) == [
+    assert out.drain(1, now, now, now) == []
+    out.release(out.reserve(0.0), b"e" * 20)
+    assert kinds(out.drain(1, now, now, now)) == [EnvelopeKind.END]  # it has waited long enough
+    out.release(out.reserve(0.0), b"e" * 20)
+    out.put(EnvelopeKind.PLAIN, [b"pull"], 0.0)
+    assert kinds(out.drain(1, now, now, now - 10)) == [
         EnvelopeKind.END,
         EnvelopeKind.PLAIN,
     ]  # in order
 
 
-def test_a_waiting_end_marker_is_sent_over_both_channels_once_packets_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(udp_session, "_END_DELAY", 60.0)  # the machine may be busy
+def send_all(session: UdpSession, now: float) -> None:
+    """Let all packets of messages leave that the pacer allows."""
+    while packets := session.next_packets(now, now)[0]:
+        session.on_sent(packets, now)
+
+
+def test_a_waiting_end_marker_is_sent_over_both_channels_once_packets_are_lost() -> None:
     worker, _ = sessions()
-    now = time.monotonic()
-    worker.submit(b"head", [b"piece"] * 3)
-    worker.send_due(lambda packets: None)
-    assert worker.control_packets(now) == ([], 3600.0) and worker.drain() == []  # without loss
-    assert not worker.has_control(now) and now + 50 < worker.deadline(now) < now + 100 and worker.has_control(now + 100)
+    now = 10.0
+    worker.submit(b"head", [b"piece"] * 3, now)
+    send_all(worker, now)
+    assert worker.control_packets(now) == ([], 3600.0) and worker.drain(now) == []  # without loss
+    assert not worker.has_control(now) and worker.deadline(now) == now + 0.03 and worker.has_control(now + 0.1)
     worker._loss_level = 2
-    packets, pause = worker.control_packets(time.monotonic())
+    packets, pause = worker.control_packets(now)
     assert len(packets) == 2 and 0 < pause < 1.0
-    worker.sender.blocked_until = time.monotonic() + 60  # no packet arrives any more
-    assert worker.deadline(time.monotonic()) <= time.monotonic()
-    assert kinds(worker.drain()) == [EnvelopeKind.END]
-    worker.control_packets(time.monotonic())
-    assert not worker.has_control(time.monotonic() + 3600)
+    worker.sender.blocked_until = now + 60  # no packet arrives any more
+    assert worker.deadline(now) <= now
+    assert kinds(worker.drain(now)) == [EnvelopeKind.END]
+    worker.control_packets(now)
+    assert not worker.has_control(now + 3600)
 
 
 def test_only_end_markers_that_are_sent_change_the_loss_timer() -> None:

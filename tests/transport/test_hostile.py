@@ -9,7 +9,7 @@ import pytest
 
 from tests.transport.test_udp import Sides, opened, sides, until
 from thinwire.errors import TransportError
-from thinwire.transport.limits import LogLimit
+from thinwire.transport.base import LogLimit
 from thinwire.transport.udp import endpoints, packet, session
 from thinwire.transport.udp.packet import Envelope, EnvelopeKind, MessageAck, new_keys, pack_end, read_acks
 from thinwire.transport.udp.session import UdpSession
@@ -19,7 +19,7 @@ ALL_LOST = MessageAck(5, 0xFFFF, (range(0xFFFF),)).pack()
 
 
 def server_side() -> UdpSession:
-    return UdpSession(7, new_keys(), server=True, mtu=1400)
+    return UdpSession(7, new_keys(), 0.0, server=True, mtu=1400)
 
 
 def test_acks_of_messages_that_were_not_sent_take_no_memory() -> None:
@@ -68,8 +68,9 @@ def test_malformed_ranges_are_refused(ranges: bytes) -> None:
 def test_acks_are_bounded_by_what_is_outstanding() -> None:
     server = server_side()
     server.address = ("127.0.0.1", 1)
-    number = server.submit(b"head", [b"piece"] * 3)
-    server.send_due(lambda packets: None)
+    number = server.submit(b"head", [b"piece"] * 3, NOW)
+    packets, _ = server.next_packets(NOW, NOW)
+    server.on_sent(packets, NOW)
     for count in (2, 4, 0xFFFF):
         server.receive_envelope(
             Envelope(EnvelopeKind.ACK, 7, count, [], MessageAck(number, count, (range(count),)).pack()),
@@ -79,7 +80,7 @@ def test_acks_are_bounded_by_what_is_outstanding() -> None:
     assert server.deliver(NOW) == ([], [])
     right = MessageAck(number, 3, (range(1, 3),)).pack()
     server.receive_envelope(Envelope(EnvelopeKind.ACK, 7, 0xFFFFF, [], right * 2), NOW, reliable=True)
-    assert server.deliver(time.monotonic()) == ([], [(number, frozenset({1, 2}))])
+    assert server.deliver(NOW) == ([], [(number, frozenset({1, 2}))])
     with pytest.raises(TransportError, match="too many"):
         read_acks(bytes(2 << 20), lambda message: None)
 

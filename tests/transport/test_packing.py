@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.transport.limits import MOST_PARTS
+from thinwire.transport.base import MOST_PARTS
 from thinwire.transport.mpi import NAME_BYTES, goodbye, pack, unpack
 
 names = st.binary(min_size=NAME_BYTES, max_size=NAME_BYTES)

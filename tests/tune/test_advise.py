@@ -14,7 +14,7 @@ from tests.needs import needs
 from tests.tools.report.browser import render
 from tests.tune.test_forecast import WORK
 from thinwire.tools import cli
-from thinwire.tools.race.advise import advise, at_rates, crossings, in_buckets, measure, subject_of
+from thinwire.tools.race.advise import advise, at_rates, crossings, in_buckets, measure, subject_of, update_times
 from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Network, Setting, TuningPolicy, forecast
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
@@ -63,7 +63,16 @@ def test_a_density_without_measured_training_is_not_recommended() -> None:
 def test_no_compression_is_recommended_for_adam() -> None:
     found = advise(SETTINGS, WORK, wire(5e7), optimizer="AdamW")
     assert found.best.method in ("dense", "fp16")
-    assert "trains worse with AdamW" in found.verdict
+    assert "trains worse with AdamW" in found.verdict and "local16" in found.verdict
+
+
+def test_local_steps_hide_slow_networks() -> None:
+    """The exchange overlaps the next steps: the thinner the network, the more steps it takes to hide it."""
+    for rate, hidden, shown in ((1e9, "local4", ""), (1e7, "local64", "local16")):
+        times = update_times(WORK, wire(rate))
+        assert times["update"] > WORK.compute and times[hidden] == WORK.compute
+        assert times["update"] >= times["local4"] >= times["local16"] >= times["local64"]
+        assert not shown or times[shown] > WORK.compute
 
 
 def test_a_gain_within_the_uncertainty_is_not_decided() -> None:

@@ -122,8 +122,8 @@ def test_a_network_with_moods_is_no_reason_to_hunt(cluster: Cluster) -> None:
 def tiered(rank: int, rates: dict[int, float], steps: int) -> tuple[list[str], probe.Account, list[int]]:
     """Four ranks on two machines, with a model whose gradients are known; nothing of them may be lost."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    network, real, again = ScriptedNetwork(4, rates), module.Autotuner.probe, module.PROBE_EVERY
-    module.Autotuner.probe, module.PROBE_EVERY = network, 1  # type: ignore[assignment]
+    network, real, again = ScriptedNetwork(4, rates), module.Autotuner.probe, (module.PROBE_EVERY, module.PROBE_SHARE)
+    module.Autotuner.probe, module.PROBE_EVERY, module.PROBE_SHARE = network, 1, 1e9  # type: ignore[assignment]
     try:
         model, account = probe.make(), probe.Account()
         link = tw.attach(model, "auto")
@@ -141,7 +141,7 @@ def tiered(rank: int, rates: dict[int, float], steps: int) -> tuple[list[str], p
         account.close(link)
         link.detach()
     finally:
-        module.Autotuner.probe, module.PROBE_EVERY = staticmethod(real), again
+        module.Autotuner.probe, (module.PROBE_EVERY, module.PROBE_SHARE) = staticmethod(real), again
     return chosen, account, [weight]
 
 

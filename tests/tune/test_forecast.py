@@ -38,10 +38,47 @@ WORK = Workload(
 
 def test_a_network_from_a_rate_moves_what_the_collectives_move() -> None:
     network = Network.ideal(4, 1e8, 1e-4)
-    assert network.gather(1000) == pytest.approx(3 * (1e-4 + 8000 / 1e8))
+    assert network.gather(1000) == pytest.approx(1e-4 + 3 * 8000 / 1e8)  # to all ranks at once
     assert network.reduce(4_000_000) == pytest.approx(6 * 1e-4 + 1.5 * 32e6 / 1e8)
     assert network.scatter(4000) == pytest.approx(2 * network.gather(1000))
     assert network.bandwidth == pytest.approx(1e8)
+    other = network.at_rate(2e8)
+    assert other.bandwidth == pytest.approx(2e8) and other.reduce.fixed == network.reduce.fixed
+
+
+def test_buckets_wait_for_their_messages_together() -> None:
+    """However many buckets a step has, it waits for one message (gather) or two (scatter-reduce), not for each."""
+    many = replace(WORK, buckets=(600_000,) * 8, ready=tuple(0.001 * i - 0.007 for i in range(8)))
+    one = replace(many, buckets=(8 * 600_000,), ready=(0.0,))
+    for name, rounds in (("gather", 1), ("scatter-reduce", 2)):
+        setting = Setting("0.01", name, density=0.01)
+        for work in (many, one):
+            near, far = (forecast(setting, work, Network.ideal(4, 1e9, latency)).seconds for latency in (0.0, 0.05))
+            assert rounds * 0.05 - 0.01 <= far - near <= rounds * 0.05 + 1e-9
+    # An all-reduce is a ring of 2 (ranks - 1) messages that wait for one another, and two of them run at a time.
+    near, far = (forecast(DENSE, one, Network.ideal(4, 1e9, latency)).seconds for latency in (0.0, 0.05))
+    assert far - near == pytest.approx(6 * 0.05)
+    near, far = (forecast(DENSE, many, Network.ideal(4, 1e12, latency)).seconds for latency in (0.0, 0.05))
+    assert far - near == pytest.approx(4 * 6 * 0.05, abs=0.01)
+
+
+def test_what_keeps_a_rank_busy_is_not_overlapped() -> None:
+    many = replace(WORK, buckets=(600_000,) * 8, ready=(0.0,) * 8)
+    quick = Network.ideal(4, 1e9, 0.05)
+    busy = replace(quick, gather=replace(quick.gather, fixed=0.06))  # 10 ms of each message beyond its latency
+    setting = Setting("0.01", "gather", density=0.01)
+    assert forecast(setting, many, busy).seconds - forecast(setting, many, quick).seconds == pytest.approx(
+        8 * 0.01, abs=0.01
+    )
+
+
+def test_long_networks_are_compressed_for_even_when_they_are_fast() -> None:
+    """The ring of an all-reduce waits for 2 (ranks - 1) messages; a second round of messages must save enough."""
+    assert decide(WORK, Network.ideal(8, 1e10, 1e-5)).setting.name in ("dense", "fp16")
+    assert str(decide(WORK, Network.ideal(8, 1e10, 0.05)).setting).endswith("by gather")
+    thin = Network.ideal(32, 1e8, 0.0)
+    assert decide(WORK, thin).setting.exchange == "scatter-reduce"
+    assert decide(WORK, replace(Network.ideal(32, 1e8, 0.5))).setting.exchange == "gather"
 
 
 def test_probes_give_a_line_even_when_they_contradict_each_other() -> None:
@@ -74,7 +111,7 @@ def test_frames_are_as_large_as_the_codec_makes_them() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "expected"),
-    [(20e6, "0.01 by scatter-reduce"), (200e6, "0.01 by gather"), (100e9, "dense")],
+    [(20e6, "0.01 by scatter-reduce"), (300e6, "0.01 by gather"), (100e9, "dense")],
 )
 def test_thin_wires_are_compressed_for_and_fast_ones_are_not(rate: float, expected: str) -> None:
     decision = decide(WORK, Network.ideal(4, rate, 5e-5))

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from tests.tools.report.browser import render
 from thinwire.tools.cli import run
-from thinwire.tools.simulate.scale import EXCHANGES, Point, SimulatedCluster, Task, calibrated, off, predict, slowest
+from thinwire.tools.simulate.scale import (
+    EXCHANGES,
+    Point,
+    SimulatedCluster,
+    Task,
+    calibrated,
+    off,
+    predict,
+    read_points,
+    slowest,
+)
 
 TASK = Task(elements=1_000_000, frame=25_000.0, compute=0.05, encode=0.002, decode=0.0004)
 CLUSTER = SimulatedCluster(rate=100e6, delay=0.001)
@@ -185,3 +195,14 @@ def test_a_file_that_is_no_measurement(text: str, tmp_path: Path, capsys: pytest
     (tmp_path / "m.json").write_text(text)
     assert run(["simulate", "scale", "--measured", str(tmp_path / "m.json")]) == 2
     assert "is not a file of thinwire bench ddp --json" in capsys.readouterr().err
+
+
+def test_measurements_with_a_delay_do_not_calibrate(tmp_path: Path) -> None:
+    row = {"name": "infinite", "step_ms": 50.0, "bytes_sent": 10.0, "hook_cpu_ms": 0.0, "exchange": ""}
+    near = {"workers": 4, "rate": "100mbit", "delay": "0", "rows": [row]}
+    far = {**near, "delay": "25ms", "rows": [{**row, "step_ms": 400.0}]}
+    (tmp_path / "both.json").write_text(json.dumps({"delays": [near, far]}))
+    (tmp_path / "far.json").write_text(json.dumps(far))
+    assert [point.seconds for point in read_points(tmp_path / "both.json")] == [0.05]
+    with pytest.raises(ValueError, match="was measured with delays only"):
+        read_points(tmp_path / "far.json")

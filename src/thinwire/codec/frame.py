@@ -50,8 +50,8 @@ class FrameReader:
         data = frame.data if isinstance(frame, Frame) else frame
         if data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
             raise FrameError("a frame is a one-dimensional uint8 tensor on the CPU")
-        self._data = data.contiguous()  # the reader points into these bytes
-        self._reader = _native.Reader(self._data.data_ptr(), data.numel(), list(numels), trailing)
+        self.data = data.contiguous()  # the reader points into these bytes
+        self._reader = _native.Reader(self.data.data_ptr(), data.numel(), list(numels), trailing)
 
     @property
     def non_finite(self) -> bool:

@@ -25,7 +25,8 @@ class LowRank(Selection):
 
     A matrix of m x n elements has a basis of `density * 2 m n / (m + n)` vectors, at least one and at most `max_rank`.
     A convolution's weights count as a matrix with a row per output channel. Vectors, and matrices that would not
-    become smaller, are sent whole. The basis follows the data by one step of subspace iteration per exchange.
+    become smaller, are sent whole, and so is everything with a density of 1. The basis
+    follows the data by one step of subspace iteration per exchange.
     """
 
     density: float = 0.15
@@ -48,7 +49,7 @@ class LowRank(Selection):
 
     def rank(self, rows: int, columns: int) -> int:
         """Return the number of basis columns for a matrix; 0 if it is sent whole."""
-        if min(rows, columns) < 2:
+        if min(rows, columns) < 2 or self.density == 1.0:
             return 0
         most = min(rows, columns, self.max_rank)
         rank = min(max(1, int(self.density * 2 * rows * columns / (rows + columns))), most)
@@ -95,6 +96,11 @@ class Basis:
 
     def subtract(self, matrix: Tensor, coordinates: Tensor) -> None:
         """Subtract what these coordinates stand for from a flat matrix on any device."""
+        if matrix.device.type == "cpu" and matrix.dtype == torch.float32:
+            left, right = (coordinates, self.vectors) if self.of_rows else (self.vectors, coordinates)
+            places = (left.data_ptr(), right.data_ptr())
+            _native.subtract_low_rank(matrix.data_ptr(), self.rows, self.columns, self.rank, *places)
+            return
         flat, vectors = matrix.view(self.rows, self.columns), self.vectors.to(matrix.device)
         there = coordinates.view(self.rank, -1).to(matrix.device)
         flat.addmm_(there.T if self.of_rows else vectors.T, vectors if self.of_rows else there, alpha=-1.0)

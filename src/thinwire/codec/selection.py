@@ -517,8 +517,11 @@ class Rotate(Selection):
 
     def window(self, n: int, step: int, key: int) -> Window:
         """Return the window of a tensor of n elements at a step; it is empty in some steps of a short tensor."""
+        period = self.period(step)
+        if period == 1:
+            return Window(0, n)
         size = self.window_size(n, step)
-        start = min(n, (step + key) % self.period(step) * size)
+        start = min(n, (step + key) % period * size)
         return Window(start, min(size, n - start))
 
     def expected(self, n: int, step: int) -> int:

@@ -1,13 +1,15 @@
 """Exchange: the interface between a link and the ways in which all ranks' tensors become their mean.
 
-`Dense` is the simplest of them: a plain all-reduce, for networks on which compression does not pay.
+An exchange computes the mean in stages, between which its messages are under way, so that a link can have several
+buckets under way at the same time. `Dense` is the simplest exchange: a plain all-reduce, for networks on which
+compression does not pay.
 """
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from torch import Tensor
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import BLOCK
 from thinwire.exchange.channel import Channel
+from thinwire.exchange.rounds import Round
 
+T = TypeVar("T")
 Groups = Callable[[list[list[int]]], list[Channel]]
 
 
@@ -27,6 +31,11 @@ class Bucket:
     outs: list[Tensor]
     step: int
     hold: frozenset[str]  # parameters that took no part in this step: nothing is sent for them
+    index: int = 0  # its place among the buckets of a step that are under way at the same time
+
+    def lane(self, number: int) -> int:
+        """The lane of its first or second round (0, 1); see `Channel`. Lane 0 is for agreements."""
+        return 1 + 2 * self.index + number
 
     @property
     def numels(self) -> list[int]:
@@ -55,6 +64,43 @@ class Outcome:
     sent: Callable[[list[Tensor]], None] | None = None
 
 
+# Yields rounds of messages, is resumed with those that arrived, and returns the outcome.
+Stages = Generator[Round, list[Tensor], Outcome]
+
+
+class UnderWay(Generic[T]):
+    """Stages that have begun; whoever has them waits for `round` and resumes them with its messages."""
+
+    def __init__(self, stages: Generator[Round, list[Tensor], T]) -> None:
+        self._stages = stages
+        self.round: Round | None = None  # the messages under way; None when the last stage is finished
+        self.result: T | None = None
+        self._read: list[Round] = []
+        self.resume(None)
+
+    def resume(self, messages: list[Tensor] | None) -> None:
+        """Run stages until one has to wait for messages."""
+        while True:
+            if self.round is not None:
+                self._read.append(self.round)
+                self.round = None
+            try:
+                self.round = next(self._stages) if messages is None else self._stages.send(messages)
+            except StopIteration as end:
+                self.result = end.value
+                return
+            self.release()
+            if not self.round.done:
+                return
+            messages = self.round.wait()
+
+    def release(self) -> None:
+        """Let the next messages overwrite those of the finished stages."""
+        for each in self._read:
+            each.release()
+        self._read.clear()
+
+
 class Exchange(ABC):
     """A way to compute the mean of all ranks' tensors. One object serves one link."""
 
@@ -66,8 +112,21 @@ class Exchange(ABC):
         """
 
     @abstractmethod
+    def stages(self, bucket: Bucket) -> Stages:
+        """Write the mean to the bucket's outs, or report ranks that were not finite.
+
+        A stage reads the messages that it is resumed with before it yields the next round. Stages of other buckets run
+        in between, in an order that may differ between ranks.
+        """
+
     def mean(self, bucket: Bucket) -> Outcome:
-        """Write the mean to the bucket's outs, or report ranks that were not finite."""
+        """Run all stages, and wait for each round of messages."""
+        under_way = UnderWay(self.stages(bucket))
+        while under_way.round is not None:
+            under_way.resume(under_way.round.wait())
+        under_way.release()
+        assert under_way.result is not None
+        return under_way.result
 
     def channels(self) -> list[Channel]:
         """The channels that this exchange uses, whose traffic the link counts."""
@@ -166,7 +225,7 @@ class Dense(Exchange):
     def channels(self) -> list[Channel]:
         return [self._channel]
 
-    def mean(self, bucket: Bucket) -> Outcome:
+    def stages(self, bucket: Bucket) -> Stages:
         together = torch.cat([g.reshape(-1) for g in bucket.tensors.values()]).to(self._channel.device)
         parts = dict(zip(bucket.tensors, torch.split(together, bucket.numels), strict=True))
         loaded = {name: slots for name in parts if name not in bucket.hold and (slots := self._codec.residuals(name))}
@@ -174,7 +233,7 @@ class Dense(Exchange):
             if "residual" in slots:
                 parts[name] += slots["residual"].to(together)
         together *= 1.0 / self._channel.world
-        self._channel.all_reduce(together)
+        yield self._channel.sum(together)
         for out, part in zip(bucket.outs, parts.values(), strict=True):
             out.copy_(part)
         if loaded and bool(together.isfinite().all()):

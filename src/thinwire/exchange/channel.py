@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.errors import LinkError
+from thinwire.exchange.rounds import Arrived, Collective, DirectMessages, Round
 
 # PyTorch renames this function; the old name warns where the new one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,22 +28,29 @@ _LARGEST_KEPT = 1 << 24
 
 
 class Channel:
-    """One process group of a link, and counters of what it moved."""
+    """One process group of a link, and counters of what it moved.
+
+    `gather`, `scatter`, `gather_uneven` and `spread` start a round and return it. Lanes tell the rounds that are under
+    way at the same time apart; all ranks use the same lane for the same messages. With Gloo rounds of different lanes
+    may be started in different orders on different ranks. With other backends a round is done when it is returned, and
+    all ranks start their rounds in the same order.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         self._group: dist.ProcessGroup | None = group
         self.name = group.group_name
         self.rank = group.rank()
         self.world = group.size()
-        # Gloo's all-gather is a ring of world - 1 rounds. Its all-to-all sends to all ranks at once, in one round.
-        self._direct = dist.get_backend(group) == "gloo"
+        # Gloo's all-gather is a ring of world - 1 rounds, and its collectives wait for notices of their receivers.
+        self._direct = DirectMessages.of(group) if dist.get_backend(group) == "gloo" else None
         # NCCL moves GPU memory only; frames are written and read on the CPU.
-        self.device = device if device is not None and not self._direct else torch.device("cpu")
+        self.device = device if device is not None and self._direct is None else torch.device("cpu")
         self._rooms: dict[str, Tensor] = {}
         self.sent = 0
         self.received = 0
-        self.seconds = 0.0
+        self.seconds = 0.0  # during which messages were under way
         self.cpu = 0.0  # seconds of this thread's CPU time inside collectives
+        self._counted_to = 0.0  # when the last counted round ended
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -50,48 +58,81 @@ class Channel:
             raise LinkError("the link is detached, or an exchange failed before: attach again")
         return self._group
 
-    # The next call of any of these three overwrites the returned tensors: read or copy them before.
-
-    def all_gather(self, message: Tensor) -> list[Tensor]:
-        """All ranks' messages in rank order; all have the same size."""
-        size, began = message.numel(), _now()
-        out = self._room("out", size * self.world)
-        if self._direct:
-            copies = self._room("in", size * self.world)
-            copies.view(self.world, size).copy_(message)
-            self._all_to_all(out, copies, [], [])
-        else:
-            _all_gather(out, message.to(self.device), group=self.group)
+    def gather(self, message: Tensor, lane: int) -> Round:
+        """All ranks' messages; all have the same size."""
+        size = message.numel()
+        if self._direct is not None:
+            return self._start(lane, [message] * self.world, [size] * self.world)
+        if not size:
+            return Arrived([message] * self.world)
+        began, out = _now(), self._room("out", size * self.world)
+        _all_gather(out, message.to(self.device), group=self.group)
         self._count(size * (self.world - 1), size * (self.world - 1), began)
-        return list(out.cpu().view(self.world, size).unbind()) if size else [message] * self.world
+        return Arrived(list(out.cpu().view(self.world, size).unbind()), 0.5 * (self.world - 1))
 
-    def all_to_all(self, messages: Tensor, sizes: Sequence[int], size: int) -> list[Tensor]:
+    def scatter(self, messages: Tensor, sizes: Sequence[int], size: int, lane: int) -> Round:
         """Send each rank its part of `messages`, `sizes` bytes each, and receive `size` bytes from every other rank."""
-        return self._exchange(messages, sizes, [0 if r == self.rank else size for r in range(self.world)])
+        return self._exchange(messages, sizes, [0 if r == self.rank else size for r in range(self.world)], lane)
 
-    def all_gather_uneven(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """All ranks' messages in rank order; `sizes` are the sizes of all ranks' messages, this rank's included."""
+    def gather_uneven(self, message: Tensor, sizes: Sequence[int], lane: int) -> Round:
+        """All ranks' messages; `sizes` are the sizes of all ranks' messages, this rank's included."""
+        if self._direct is not None:
+            return self._start(lane, [message] * self.world, sizes)
         others = [0 if r == self.rank else message.numel() for r in range(self.world)]
         expected = [0 if r == self.rank else size for r, size in enumerate(sizes)]
         copies = self._room("in", message.numel() * (self.world - 1))
         copies.view(self.world - 1, message.numel()).copy_(message)
-        received = self._exchange(copies, others, expected)
-        received[self.rank] = message
-        return received
+        found = self._exchange(copies, others, expected, lane).wait()
+        found[self.rank] = message
+        return Arrived(found, 0.5)
 
-    def _exchange(self, messages: Tensor, sent: Sequence[int], expected: Sequence[int]) -> list[Tensor]:
+    def spread(self, message: Tensor, root: int, lane: int) -> Round:
+        """One rank's message, for all ranks; the others give a tensor of the same size."""
+        size, here = message.numel() * message.element_size(), self.rank == root
+        if self._direct is not None:
+            outgoing = message.view(torch.uint8) if here else message.view(torch.uint8)[:0]
+            expected = [size if r == root and not here else 0 for r in range(self.world)]
+            return self._start(lane, [outgoing] * self.world, expected)
         began = _now()
-        out = self._room("out", sum(expected))
-        self._all_to_all(out, messages.to(self.device), list(expected), list(sent))
-        self._count(sum(sent), sum(expected), began)
-        return list(torch.split(out.cpu(), list(expected)))
+        dist.broadcast(message, dist.get_global_rank(self.group, root), group=self.group)
+        self._count(size * (self.world - 1) if here else 0, 0 if here else size, began)
+        found = message.view(torch.uint8).cpu()
+        return Arrived([found if r == root else found[:0] for r in range(self.world)], 0.5)
 
-    def _all_to_all(self, out: Tensor, messages: Tensor, expected: list[int], sent: list[int]) -> None:
+    def _exchange(self, messages: Tensor, sent: Sequence[int], expected: Sequence[int], lane: int) -> Round:
+        if self._direct is not None:
+            return self._start(lane, torch.split(messages, list(sent)), expected)
+        began, out = _now(), self._room("out", sum(expected))
         # The group's own method, because the checks of the public function take as long as a small exchange itself.
         group: Any = self.group
-        work = (getattr(group, "all_to_all_single", None) or group.alltoall_base)(out, messages, expected, sent)
+        together = getattr(group, "all_to_all_single", None) or group.alltoall_base
+        work = together(out, messages.to(self.device), list(expected), list(sent))
         if work is not None:
             work.wait()
+        self._count(sum(sent), sum(expected), began)
+        return Arrived(list(torch.split(out.cpu(), list(expected))), 0.5)
+
+    def _start(self, lane: int, outgoing: Sequence[Tensor], expected: Sequence[int]) -> Round:
+        """Send messages directly; what this rank has for itself is its own message in the result."""
+        assert self._direct is not None and self.group is not None
+        began = time.thread_time()
+        found = self._direct.lane(lane).start(outgoing, expected, self._ended)
+        self.sent += sum(m.numel() for r, m in enumerate(outgoing) if r != self.rank)
+        self.received += sum(n for r, n in enumerate(expected) if r != self.rank)
+        self.cpu += time.thread_time() - began
+        return found
+
+    def _ended(self, began: float, arrived: float) -> None:
+        """Count the time of a round; that of rounds which were under way at the same time counts once."""
+        self.seconds += max(arrived - max(began, self._counted_to), 0.0)
+        self._counted_to = max(arrived, self._counted_to)
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        """All ranks' messages in rank order, for agreements between exchanges; all have the same size."""
+        found = self.gather(message, 0)
+        messages = [m.clone() for m in found.wait()]
+        found.release()
+        return messages
 
     def _room(self, name: str, size: int) -> Tensor:
         """A buffer that is used again in every step: page faults make newly allocated memory slow."""
@@ -102,28 +143,37 @@ class Channel:
             room = self._rooms[name] = torch.empty(size + size // 4, dtype=torch.uint8, device=self.device)
         return room[:size]
 
+    # Collectives of the process group: all ranks start them in the same order.
+
+    def sum(self, tensor: Tensor) -> Round:
+        """Start to sum in place on all ranks; a ring of 2 (world - 1) messages."""
+        volume = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
+        return self._collective(lambda w: dist.all_reduce(tensor, group=self.group, async_op=w), tensor, volume, volume)
+
+    def sum_to(self, tensor: Tensor, root: int) -> Round:
+        """Start to sum in place on one rank of this group."""
+        volume, here = tensor.numel() * tensor.element_size(), self.rank == root
+        to = dist.get_global_rank(self.group, root)
+        sent, received = 0 if here else volume, volume * (self.world - 1) if here else 0
+        return self._collective(lambda w: dist.reduce(tensor, to, group=self.group, async_op=w), tensor, sent, received)
+
+    def _collective(self, start: Callable[[bool], Any], tensor: Tensor, sent: int, received: int) -> Round:
+        began, trips = _now(), float(self.world - 1)
+        if self._direct is None:  # rounds are done when they are returned
+            start(False)
+            self._count(sent, received, began)
+            return Arrived([tensor], trips)
+        self.sent += sent
+        self.received += received
+        return Collective(start(True), [tensor], trips, self._ended)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum in place."""
-        began = _now()
-        dist.all_reduce(tensor, group=self.group)
-        volume = 2 * tensor.numel() * tensor.element_size() * (self.world - 1) // self.world
-        self._count(volume, volume, began)
+        self.sum(tensor).finish()
 
     def reduce(self, tensor: Tensor, root: int) -> None:
         """Sum in place on one rank of this group."""
-        began = _now()
-        dist.reduce(tensor, dist.get_global_rank(self.group, root), group=self.group)
-        volume = tensor.numel() * tensor.element_size()
-        here = self.rank == root
-        self._count(0 if here else volume, volume * (self.world - 1) if here else 0, began)
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Copy one rank's tensor to all ranks, in place."""
-        began = _now()
-        dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group)
-        volume = tensor.numel() * tensor.element_size()
-        here = self.rank == root
-        self._count(volume * (self.world - 1) if here else 0, 0 if here else volume, began)
+        self.sum_to(tensor, root).finish()
 
     def release(self) -> dist.ProcessGroup | None:
         """Give the process group up for another channel to use; None if it was given up or aborted before."""
@@ -139,10 +189,12 @@ class Channel:
         group, self._group = self._group, None
         if group is None:
             return
+        if self._direct is not None:
+            self._direct.abort()
         with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
             group.abort()
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-            dist.destroy_process_group(group)  # Gloo closes its sockets with the last reference, which is this one
+            dist.destroy_process_group(group)
 
     def _count(self, sent: int, received: int, began: tuple[float, float]) -> None:
         self.sent += sent
@@ -166,17 +218,17 @@ class LocalChannel(Channel):
         self.seconds = self.cpu = 0.0
         self._group = None
 
-    def all_gather(self, message: Tensor) -> list[Tensor]:
-        return [message]
+    def gather(self, message: Tensor, lane: int) -> Round:
+        return Arrived([message])
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        pass
+    def sum(self, tensor: Tensor) -> Round:
+        return Arrived([tensor])
 
 
 def share(channel: Channel, mine: Sequence[float]) -> list[list[float]]:
     """All ranks' numbers, in rank order."""
     message = torch.tensor(list(mine), dtype=torch.float64).view(torch.uint8)
-    return [m.clone().view(torch.float64).tolist() for m in channel.all_gather(message)]
+    return [m.view(torch.float64).tolist() for m in channel.all_gather(message)]
 
 
 T = TypeVar("T")
@@ -186,7 +238,7 @@ def gather_json(channel: Channel, value: Any) -> list[Any]:
     """All ranks' values, in rank order; a value is anything that JSON can represent."""
     data = json.dumps(value).encode()
     length = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
-    lengths = [int(t.clone().view(torch.int64)[0]) for t in channel.all_gather(length)]
+    lengths = [int(t.view(torch.int64)[0]) for t in channel.all_gather(length)]
     message = torch.zeros(max(lengths), dtype=torch.uint8)
     message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     gathered = channel.all_gather(message)
@@ -231,7 +283,7 @@ def checksum(tensor: Tensor) -> int:
 def check_replicas(channel: Channel, parameters: Mapping[str, Tensor], step: int) -> None:
     """Raise on all ranks if any parameter differs between them, naming the rank and the parameter."""
     mine = torch.tensor([checksum(p) for p in parameters.values()], dtype=torch.int64)
-    rows = torch.stack([m.clone().view(torch.int64) for m in channel.all_gather(mine.view(torch.uint8))])
+    rows = torch.stack([m.view(torch.int64) for m in channel.all_gather(mine.view(torch.uint8))])
     usual, _ = rows.mode(dim=0)
     differing = (rows != usual).nonzero().tolist()
     if differing:

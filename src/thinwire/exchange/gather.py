@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.codec.codec import Codec
 from thinwire.codec.encode import BucketEncoder, BucketViews, Part, Partition, encode_parts
 from thinwire.codec.frame import Frame, FrameReader, Frames, read_frames
-from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, Stages, first_size, slack
 from thinwire.exchange.channel import Channel
 
 
@@ -44,7 +44,7 @@ class Gather(Exchange):
     def channels(self) -> list[Channel]:
         return [self._channel]
 
-    def mean(self, bucket: Bucket) -> Outcome:
+    def stages(self, bucket: Bucket) -> Stages:
         key = bucket.key
         if key not in self._plans:
             self._plans[key] = self._plan(bucket)
@@ -57,7 +57,7 @@ class Gather(Exchange):
         frame, counts = self._encode(bucket, plan, room)
         compress = time.perf_counter() - began
         # 2. Send this rank's frame to all ranks, and receive theirs.
-        messages = self._channel.all_gather(room)
+        messages = yield self._channel.gather(room, bucket.lane(0))
         # 3. Add the frames up in rank order: all ranks compute the same bits.
         began = time.perf_counter()
         frames = self._frames

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from thinwire.codec.codec import Codec
-from thinwire.exchange.base import Bucket, Exchange, Groups, Outcome
+from thinwire.exchange.base import Bucket, Exchange, Groups, Outcome, Stages
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.gather import Gather
+from thinwire.exchange.rounds import Round
 
 
 class Hierarchical(Exchange):
@@ -39,29 +40,31 @@ class Hierarchical(Exchange):
     def weight(self) -> int:
         return self._size if self._leads else 0
 
-    def mean(self, bucket: Bucket) -> Outcome:
+    def stages(self, bucket: Bucket) -> Stages:
         inside, numels = self._inside, bucket.numels
         # 1. Reduce the machine's mean to its first rank, and which parameters took part.
         together = torch.cat([g.reshape(-1).float() for g in bucket.tensors.values()]).to(inside.device)
         together /= inside.world
         used = torch.tensor([name not in bucket.hold for name in bucket.tensors], dtype=torch.float32)
-        inside.reduce(together, 0)
-        inside.reduce(used := used.to(inside.device), 0)
+        sums = inside.sum_to(together, 0), inside.sum_to(used := used.to(inside.device), 0)
+        for each in sums:
+            yield _within(each)
         outcome = Outcome()
         verdict = torch.zeros(1, device=inside.device)
         # 2. Exchange it between the machines, compressed.
         if self._leads:
             parts = dict(zip(bucket.tensors, torch.split(together.cpu(), numels), strict=True))
             hold = frozenset(name for name, used_by in zip(parts, used.tolist(), strict=True) if not used_by)
-            outcome = self._between.mean(Bucket(parts, bucket.outs, bucket.step, hold))
+            between = Bucket(parts, bucket.outs, bucket.step, hold, bucket.index)
+            outcome = yield from self._between.stages(between)
             verdict[0] = 1 + outcome.non_finite[0] * inside.world if outcome.non_finite else 0
             together = torch.cat(bucket.outs).to(inside.device)
         # 3. Broadcast the mean within the machine.
-        inside.broadcast(together, 0)
-        inside.broadcast(verdict, 0)
-        if verdict[0]:
-            outcome.non_finite = [int(verdict[0]) - 1]
-        for out, part in zip(bucket.outs, torch.split(together.cpu(), numels), strict=True):
+        messages = yield _within(inside.spread(torch.cat([verdict, together]), 0, bucket.lane(0)))
+        found = messages[0].view(torch.float32)
+        if found[0]:
+            outcome.non_finite = [int(found[0]) - 1]
+        for out, part in zip(bucket.outs, torch.split(found[1:], numels), strict=True):
             out.copy_(part)
         return outcome
 
@@ -76,6 +79,12 @@ class Hierarchical(Exchange):
 
     def __repr__(self) -> str:
         return f"Hierarchical({self._between!r}, per_machine={self._size})"
+
+
+def _within(found: Round) -> Round:
+    """A round within a machine, which is no round trip between machines."""
+    found.trips = 0.0
+    return found
 
 
 def tiers(channel: Channel, machines: list[list[int]], groups: Groups) -> tuple[Channel, Channel]:

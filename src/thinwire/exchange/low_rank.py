@@ -17,7 +17,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import ErrorFeedback, first_not_finite
 from thinwire.codec.low_rank import Basis, LowRank, matrix_shape
 from thinwire.codec.selection import Rotate
-from thinwire.exchange.base import Bucket, Exchange, Groups, Outcome
+from thinwire.exchange.base import Bucket, Exchange, Groups, Outcome, Stages
 from thinwire.exchange.channel import Channel
 
 
@@ -56,7 +56,7 @@ class LowRankMean(Exchange):
     def channels(self) -> list[Channel]:
         return self._inner.channels()
 
-    def mean(self, bucket: Bucket) -> Outcome:
+    def stages(self, bucket: Bucket) -> Stages:
         # 1. Add the tensors to the residuals and project the sums.
         began = time.perf_counter()
         parts = self._parts(bucket)
@@ -65,7 +65,7 @@ class LowRankMean(Exchange):
         keys = {self._key(name, part.basis): part.coordinates for name, part in parts.items()}
         means = [torch.empty(c.numel()) for c in keys.values()]
         hold = frozenset(self._key(name, parts[name].basis) for name in bucket.hold)
-        outcome = self._inner.mean(Bucket(keys, means, bucket.step, hold))
+        outcome = yield from self._inner.stages(Bucket(keys, means, bucket.step, hold, bucket.index))
         compress += outcome.compress
         if outcome.non_finite:
             self._forget(keys)

@@ -20,7 +20,7 @@ from thinwire.codec.encode import Part, Partition, empty_frame, encode_parts, en
 from thinwire.codec.feedback import NoFeedback
 from thinwire.codec.frame import Frame, FrameReader, Frames, read_frames
 from thinwire.codec.selection import Window
-from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, first_size, slack
+from thinwire.exchange.base import AgreedSizes, Bucket, Exchange, Groups, Outcome, Stages, first_size, slack
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.gather import Gather, gathered_bytes
 
@@ -93,10 +93,10 @@ class ScatterReduce(Exchange):
     def channels(self) -> list[Channel]:
         return [self._channel]
 
-    def mean(self, bucket: Bucket) -> Outcome:
+    def stages(self, bucket: Bucket) -> Stages:
         channel, key = self._channel, bucket.key
         if self._gather_below and self._is_small(bucket, key):
-            return self._gather.mean(bucket)
+            return (yield from self._gather.stages(bucket))
         if key not in self._plans:
             self._plans[key] = self._plan(bucket)
         plan = self._plans[key]
@@ -118,7 +118,7 @@ class ScatterReduce(Exchange):
         )
         compress = time.perf_counter() - began
         # 2. Send the parts to their owners.
-        received = channel.all_to_all(messages, wire, budgets[channel.rank])
+        received = yield channel.scatter(messages, wire, budgets[channel.rank], bucket.lane(0))
         received[channel.rank] = frames[channel.rank].data
         # 3. Add up this rank's share in rank order and select again; rejected entries stay in this rank's residual.
         began = time.perf_counter()
@@ -126,7 +126,7 @@ class ScatterReduce(Exchange):
         result = self._reduce(bucket, plan, received, answer, windows[channel.rank] if windows is not None else None)
         compress += time.perf_counter() - began
         # 4. Send the result to all ranks.
-        answers = channel.all_gather_uneven(answer, [_PREFIX.size + size for size in sizes])
+        answers = yield channel.gather_uneven(answer, [_PREFIX.size + size for size in sizes], bucket.lane(1))
         # 5. Decode the results: all ranks compute the same bits.
         began = time.perf_counter()
         bad = self._read(bucket, plan, answers, learn=windows is None)

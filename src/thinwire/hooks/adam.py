@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _native
+from thinwire.link.shards import local_part
 
 
 def corrects(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,6 +44,7 @@ def correct_all(stepped: Iterable[tuple[Tensor, dict[str, Any], dict[str, Any]]]
         step, (beta1, beta2) = float(state["step"]), group["betas"]
         mean, square = state["exp_avg"], state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
         rest = (float(group["lr"]), 1.0 - float(beta1) ** step, 1.0 - float(beta2) ** step, group["eps"])
+        p, mean, square = local_part(p), local_part(mean), local_part(square)
         if all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (p, mean, square)):
             together.append((p.data_ptr(), mean.data_ptr(), square.data_ptr(), p.numel(), *rest))
         else:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -18,9 +19,14 @@ from thinwire.codec.selection import Selection
 from thinwire.exchange.base import Dense, Exchange
 from thinwire.hooks import adam
 from thinwire.hooks.ddp import attach_ddp
-from thinwire.hooks.optimizer import attach_optimizer
+from thinwire.hooks.fsdp import attach_fsdp, is_sharded
+from thinwire.hooks.optimizer import attach_optimizer, attach_sharded_optimizer
 from thinwire.link.assembly import LinkOptions, open_local_link
 from thinwire.link.link import Link
+from thinwire.link.outer import SGD, Nesterov, Outer
+from thinwire.link.rounds import Rounds
+from thinwire.link.shards import local_part
+from thinwire.tune.presets import LOCAL
 
 _log = logging.getLogger("thinwire")
 
@@ -31,6 +37,10 @@ def attach(
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     domain: Literal["gradient", "update"] | None = None,
+    every: int | str | None = None,
+    outer: Outer | None = None,
+    overlap: bool | None = None,
+    mesh: DeviceMesh | None = None,
     exchange: Exchange | str | None = None,
     scaler: Any = None,
     check_every: int = 0,
@@ -45,14 +55,21 @@ def attach(
     nothing to exchange: the link then changes nothing, and says so in the log.
 
     Args:
-        model: a DistributedDataParallel model, or for updates any module; wrappers of torch.compile and Fabric are
-            looked through. A plain module gets rank 0's parameters and buffers.
+        model: a DistributedDataParallel model, one that `fully_shard` shards, or for updates any module; wrappers of
+            torch.compile and Fabric are looked through. A plain module gets rank 0's parameters and buffers.
         codec: a density (0.01 sends the largest 1 % in 8 bits), a selection, a `Codec`, the name of a preset
             ("percentile90", "dgc", "adaptive", ...), or "auto", which measures model and network in the first steps,
             uses the fastest setting, and changes it when the network changes. By default "topk1" for gradients and
             "update" for updates.
         optimizer: the optimizer that trains the model, or several of them.
         domain: "gradient" or "update", if it is not to follow from the optimizer.
+        every: steps of the optimizer between two exchanges of updates, or a time such as "30s", in which a slower rank
+            takes fewer steps. By default 1, or what the preset says ("local4", "local16", "local64").
+        outer: how the mean change is applied: `SGD(1.0)`, the default, subtracts it; `Nesterov` adds momentum.
+        overlap: exchange while the next round computes; the mean is applied at its end. The presets with local steps
+            do so by default.
+        mesh: for a model that FSDP2 shards over one dimension of a mesh, the whole mesh: what the replicas along the
+            other dimension exchange is compressed.
         exchange: an `Exchange`, "dense", "gather" or "scatter-reduce"; by default chosen from sizes and ranks.
         scaler: a GradScaler; rescales a gradient's residual when the loss scale changes.
         check_every: compare the parameters of all ranks every so many steps; 0 never does.
@@ -70,12 +87,19 @@ def attach(
     optimizers = tuple(map(_unwrapped_optimizer, given))
     kind, reason = _domain(domain, optimizers)
     chosen, note = _codec(codec, kind)
-    options = LinkOptions(chosen, exchange, optimizers, scaler, check_every, timeout, kind)
+    rounds = _rounds(codec, kind, every, outer, overlap)
+    options = LinkOptions(chosen, exchange, optimizers, scaler, check_every, timeout, kind, rounds)
     inner = _unwrapped(model)
     ranks = _ranks(inner)
-    if ranks == 1:
+    if mesh is not None or is_sharded(inner):
+        if kind == "update":
+            link = attach_sharded_optimizer(model, inner, options, mesh)
+        else:
+            link = attach_fsdp(inner, options, mesh, on_last_bucket)
+        ranks = link.world
+    elif ranks == 1:
         link = open_local_link({name: p for name, p in inner.named_parameters() if p.requires_grad}, options)
-    elif _is_sharded(inner) or (kind == "gradient" and not isinstance(inner, DistributedDataParallel)):
+    elif kind == "gradient" and not isinstance(inner, DistributedDataParallel):
         raise TypeError(_refusal(inner))
     elif kind == "update":
         link = attach_optimizer(model, inner, options, on_last_bucket)
@@ -83,7 +107,7 @@ def attach(
         assert isinstance(inner, DistributedDataParallel)
         link = attach_ddp(inner, options, on_last_bucket)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _report(link, inner, optimizers, f"{reason}{note}" if ranks > 1 else "")
+        _report(link, inner, optimizers, f"{reason}{note}" if ranks > 1 else "", rounds)
     return link
 
 
@@ -110,28 +134,43 @@ def _codec(given: Codec | Selection | float | str | None, domain: str) -> tuple[
     return given, ""
 
 
+def _rounds(codec: object, kind: str, every: int | str | None, outer: Outer | None, overlap: bool | None) -> Rounds:
+    """When and how updates are exchanged: as asked, or as the preset says."""
+    steps = LOCAL.get(codec) if isinstance(codec, str) else None
+    rounds = Rounds(
+        every if every is not None else steps or 1,
+        outer if outer is not None else SGD(),
+        overlap if overlap is not None else steps is not None,
+    )
+    if kind != "update" and rounds != Rounds():
+        raise ValueError(
+            "every, outer, overlap and presets with local steps are for updates: give the optimizer as optimizer=, and "
+            'with SGD domain="update"'
+        )
+    return rounds
+
+
 def _ranks(model: nn.Module) -> int:
     if isinstance(model, DistributedDataParallel):
         return dist.get_world_size(model.process_group)
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    return any("FSDP" in kind.__name__ or "FullyShardedDataParallel" in kind.__name__ for kind in type(model).__mro__)
-
-
-def _report(link: Link, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], reason: str) -> None:
+def _report(
+    link: Link, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], reason: str, rounds: Rounds
+) -> None:
     """Log what was attached, and warn of what would train worse."""
-    _log.info("%r attached; %s", link, "; ".join(part for part in (reason, link.why) if part))
+    local = f"{rounds}" if link.domain == "update" and rounds != Rounds() else ""
+    _log.info("%r attached; %s", link, "; ".join(part for part in (reason, local, link.why) if part))
     if link.domain == "update":
-        elements = sum(p.numel() for p in model.parameters())
-        corrected = all(adam.corrects(o) for o in optimizers)
-        noise = (
-            "Adam's second moments are corrected for the number of ranks"
-            if corrected
-            else ("the learning rate may have to be up to sqrt(ranks) times higher")
-        )
-        _log.info("updates take %.0f MB more memory (shared parameters, residuals); %s", 8e-6 * elements, noise)
+        elements = sum(local_part(p).numel() for p in model.parameters())
+        noise = "the learning rate may have to be up to sqrt(ranks) times higher"
+        if not rounds.corrects:
+            noise = "the learning rate is that of one rank's batch"
+        elif all(adam.corrects(o) for o in optimizers):
+            noise = "Adam's second moments are corrected for the number of ranks"
+        each = 8 + 8 * rounds.overlap + 4 * isinstance(rounds.outer, Nesterov)  # bytes
+        _log.info("updates take %.0f MB more memory (shared parameters, residuals); %s", 1e-6 * each * elements, noise)
         return
     _warn_of_momentum(link, optimizers)
     _warn_of_second_moments(link, model, optimizers)
@@ -154,12 +193,9 @@ def _unwrapped_optimizer(optimizer: Any) -> Any:
 
 
 def _refusal(model: nn.Module) -> str:
-    kind = type(model).__name__
-    if _is_sharded(model):
-        return f"{kind} shards parameters and gradients, so that no rank has all of them: thinwire takes DDP models"
     return (
-        f"to compress gradients attach takes a DistributedDataParallel model, not {kind}: wrap it as DDP(model) first, "
-        'or exchange updates with optimizer=... and domain="update"'
+        f"to compress gradients attach takes a DistributedDataParallel model, not {type(model).__name__}: wrap it as "
+        'DDP(model) first, or exchange updates with optimizer=... and domain="update"'
     )
 
 

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.codec.encode import BucketViews
 from thinwire.errors import LinkError
 from thinwire.link.assembly import LinkOptions, open_link, open_local_link
-from thinwire.link.link import Job, Link
+from thinwire.link.link import Link
+from thinwire.link.thread import Job
 
 
 def attach_ddp(
@@ -62,7 +63,7 @@ class DDPHook:
             kept.set_result(buffer)
             return kept
         gradients = self._gradients(bucket)
-        return self.link.submit(Job(buffer, gradients, bucket.index() == 0, bucket.is_last(), _ready(buffer)))
+        return self.link.submit(Job(buffer, gradients, bucket.index() == 0, bucket.is_last(), when_ready(buffer)))
 
     def _gradients(self, bucket: dist.GradBucket) -> BucketViews:  # type: ignore[name-defined]
         """The bucket's gradients by parameter name: the same object from step to step while DDP keeps its buckets.
@@ -144,12 +145,17 @@ def _check_model(model: DistributedDataParallel, parameters: dict[str, Tensor]) 
 
 
 def _check_hooks(model: DistributedDataParallel) -> None:
-    """ValueError if DDP has a hook of its own."""
+    """ValueError if DDP has a hook of its own, or calls hooks in another way."""
+    if getattr(model, "_use_python_reducer", False):
+        raise ValueError(
+            'torch._dynamo.config.optimize_ddp is "python_reducer", which calls hooks with single gradients instead of '
+            'buckets: set it to True, or to "ddp_optimizer", before the model is wrapped in DDP'
+        )
     if getattr(model, "mixed_precision", None) is not None:
         raise ValueError("DDP's mixed_precision installs a hook of its own: use torch.autocast instead")
 
 
-def _ready(buffer: Tensor) -> Any:
+def when_ready(buffer: Tensor) -> Any:
     """A function that returns when a GPU has computed the gradients, for the link's thread to call."""
     if not buffer.is_cuda:
         return lambda: None

@@ -1,27 +1,35 @@
 """The optimizer hook: exchanges what optimizers change, instead of the gradients that they are given.
 
-Each rank's optimizer steps on its own gradient. After the step the hook hands the change to the link, applies the mean
-of all ranks' changes to the shared parameters, and writes those to the model. It works with DDP, whose all-reduce is
-switched off meanwhile, and with plain modules. See `thinwire.link.updates` for the arithmetic.
+Each rank's optimizer steps on its own gradient. After the step, or after the last step of a round, the hook hands the
+change to the link, applies the mean of all ranks' changes to the shared parameters, and writes those to the model. It
+works with DDP, whose all-reduce is switched off meanwhile, and with plain modules. See `thinwire.link.updates` for the
+arithmetic.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.codec.feedback import first_not_finite
 from thinwire.errors import LinkError
-from thinwire.exchange.channel import Channel, gather_json
+from thinwire.exchange.channel import Channel
 from thinwire.hooks import adam
+from thinwire.hooks.buffers import BufferMean, without_broadcasts
 from thinwire.hooks.ddp import DDPHook, keep_local
-from thinwire.link.assembly import LinkOptions, open_link
+from thinwire.hooks.fsdp import ShardedModel, open_sharded_link
+from thinwire.link.assembly import LinkOptions, open_link, open_local_link
 from thinwire.link.link import Link
+from thinwire.link.rounds import Pace
+from thinwire.link.shards import local_part, shared_like
 from thinwire.link.updates import Updates
 
 Optimizer = torch.optim.Optimizer
@@ -41,20 +49,58 @@ def attach_optimizer(
         if attached_hook(module) is not None:
             raise LinkError("this model is attached already; call detach() on its link first")
         _check(module, options.optimizers)
+        if options.rounds.seconds:
+            _check_uneven(ddp, options.optimizers)
         return None if ddp is None else keep_local(ddp)
 
     link, local = open_link(parameters, group, options, prepare)
     if ddp is None:  # DDP has made all ranks' models equal already
         link.collective(lambda channel: _broadcast(module, channel))
-    hook = OptimizerHook(link, Updates(parameters, options.optimizers, link.codec), module)
+    hook = OptimizerHook(link, Updates(parameters, options.optimizers, link.codec, options.rounds), module)
     hook.install(model, inner)
     if local is not None:
         hook.on_release(lambda: local.release(link))
         local.link, local.local, local.on_last_bucket = link, True, on_last_bucket
-    else:
-        hook.average_buffers = True
+    quiet = ddp is not None and ddp.broadcast_buffers and not options.rounds.single
+    if ddp is not None and quiet:
+        hook.on_release(without_broadcasts(ddp))
+    if ddp is None or quiet:
+        hook.buffers = link.collective(lambda channel: BufferMean(module, channel))
+    if options.rounds.seconds:
+        hook.pace = link.collective(lambda channel: Pace(options.rounds.seconds, channel))
     link.set_hook(lambda _: hook.remove(), updates=hook.updates)
     return link
+
+
+def attach_sharded_optimizer(model: nn.Module, inner: nn.Module, options: LinkOptions, mesh: DeviceMesh | None) -> Link:
+    """Attach a link that exchanges updates to a model that FSDP2 shards: each rank those of its shard."""
+    if options.rounds.seconds:
+        raise ValueError("a sharded model takes the same steps on all ranks: give every as a number of steps")
+    owned = {id(p) for o in options.optimizers for each in o.param_groups for p in each["params"]}
+    sharded = ShardedModel(inner, mesh, owned)
+    if sharded.replicas.size() == 1:
+        sharded.check_hooks()
+        return open_local_link(sharded.local, options)
+    link, local = open_sharded_link(sharded, options, lambda: _check(inner, options.optimizers))
+    whole = sharded.local.whole
+    hook = OptimizerHook(link, Updates(sharded.local, options.optimizers, link.codec, options.rounds, whole), inner)
+    hook.before_writing = sharded.reshard
+    hook.install(model, inner)
+    hook.on_release(lambda: local.release(link))
+    local.local = True
+    link.set_hook(lambda _: hook.remove(), updates=hook.updates)
+    return link
+
+
+def _check_uneven(ddp: DistributedDataParallel | None, optimizers: Sequence[Optimizer]) -> None:
+    """ValueError unless ranks can take different numbers of steps."""
+    if len(optimizers) > 1:
+        raise ValueError("a round by time ends at different steps on different ranks, which takes a single optimizer")
+    if ddp is not None and getattr(ddp, "find_unused_parameters", False):
+        raise ValueError(
+            "DDP with find_unused_parameters exchanges something in every backward pass, and a round by time has a "
+            "different number of them on every rank: attach to the plain module, or give every as a number of steps"
+        )
 
 
 def _check(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -103,15 +149,16 @@ class OptimizerHook:
 
     def __init__(self, link: Link, updates: Updates, module: nn.Module) -> None:
         self.updates = updates
-        self.average_buffers = False
+        self.buffers: BufferMean | None = None  # averages buffers, where DDP does not broadcast them
+        self.pace: Pace | None = None  # ends rounds by time
+        self._samples = 0  # that this step's forward passes have seen
+        self.before_writing: Callable[[], None] = lambda: None  # called before parameters change for a forward pass
         self._link, self._module = link, module
         self._handles: list[Any] = []
         self._release: list[Callable[[], None]] = []
-        self._set_aside: dict[nn.Parameter, Tensor | None] = {}  # gradients that were not finite
+        self._set_aside: dict[Tensor, Tensor | None] = {}  # gradients that were not finite
         self._swapped_by: nn.Module | None = None
-        self._buffers: list[str] | None = None  # names of buffers that training changes; None before the first step
-        self._buffers_before = _float_buffers(module)
-        self._known = {id(p) for p in updates.parameters.values()}
+        self._known = {id(p) for p in updates.owned.values()}
         self._owned = [sum(len(group["params"]) for group in o.param_groups) for o in updates.optimizers]
 
     def on_release(self, release: Callable[[], None]) -> None:
@@ -127,14 +174,17 @@ class OptimizerHook:
         callers = [model] if model is not inner else list(dict.fromkeys([inner, module]))
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before(caller: nn.Module, args: Any) -> None:
+        def before(caller: nn.Module, args: Any, kwargs: Any) -> None:
             if any(caller is known for known in callers):
                 self._before_forward(caller)
+                if caller is callers[0] and torch.is_grad_enabled():
+                    self._samples += _batch_size((*args, *kwargs.values()))
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(caller: nn.Module, args: Any, output: Any) -> None:
             if self._swapped_by is caller:
                 self._swapped_by = None
+                self.before_writing()
                 self.updates.swap(ahead=True)
 
         def saved(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -142,15 +192,16 @@ class OptimizerHook:
                 self._show_shared(state, prefix)
 
         def loading(owner: nn.Module, *rest: Any) -> None:
-            if owner is module:  # what is not loaded must not stay at the look-ahead
-                self.updates.show()
+            if owner is module:  # what is not loaded must not stay at the local view
+                self.updates.absorb()
 
         def loaded(owner: nn.Module, keys: Any) -> None:
             if owner is module:
                 self.updates.adopt()
 
         for caller in callers:
-            handles.append(caller.register_forward_pre_hook(before))
+            # Before FSDP's own hook, which gathers the parameters.
+            handles.append(caller.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(caller.register_forward_hook(after, always_call=True))
         handles.append(module.register_state_dict_post_hook(saved))
         handles.append(module.register_load_state_dict_pre_hook(loading))
@@ -168,7 +219,12 @@ class OptimizerHook:
         """Remove all hooks; the model keeps the shared parameters."""
         if not self._handles:
             return
-        self.updates.show()
+        try:
+            self.updates.absorb()
+        except LinkError:  # the exchange under way has failed, which its step reports
+            self.updates.show()
+        if self.buffers is not None and not self.updates.rounds.single:
+            self.buffers.show()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -185,16 +241,21 @@ class OptimizerHook:
         if torch.is_grad_enabled():
             # Outside of training mode gradients are those of what the parameters hold: autograd must find it unchanged.
             if caller.training:
+                if len(self.updates.ahead) < len(self.updates.parameters):
+                    self.before_writing()
                 self.updates.look_ahead()
-        elif self.updates.ahead and self._swapped_by is None:
-            self._swapped_by = caller
-            self.updates.swap(ahead=False)
+        elif self._swapped_by is None:
+            self._finish()
+            if self.updates.ahead:
+                self._swapped_by = caller
+                self.before_writing()
+                self.updates.swap(ahead=False)
 
     # Around an optimizer's step
 
     def _before_step_of(self, index: int) -> Callable[[Optimizer, Any, Any], tuple[Any, Any] | None]:
         names = [name for bucket in self.updates.buckets[index] for name in bucket]
-        owned = [self.updates.parameters[name] for name in names]
+        owned = [self.updates.owned[name] for name in names]
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -218,12 +279,12 @@ class OptimizerHook:
 
         return before_step  # type: ignore[no-any-return]
 
-    def _put_aside(self, optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> None:
+    def _put_aside(self, optimizer: Optimizer, owned: Sequence[Tensor]) -> None:
         """Hide gradients from the optimizer if one of them is not finite: its state must stay finite.
 
         A GradScaler passes overflows to fused optimizers, which then skip the step on all ranks by themselves.
         """
-        gradients = [p.grad for p in owned if p.grad is not None and not p.grad.is_sparse]
+        gradients = [local_part(p.grad) for p in owned if p.grad is not None and not p.grad.is_sparse]
         if getattr(optimizer, "found_inf", None) is None and first_not_finite([g.contiguous() for g in gradients]) >= 0:
             self._set_aside = {p: p.grad for p in owned}
             for p in owned:
@@ -235,73 +296,90 @@ class OptimizerHook:
             aside, self._set_aside = self._set_aside, {}
             for p, gradient in aside.items():
                 p.grad = gradient
-            if adam.corrects(optimizer) and not aside and not _overflowed(optimizer):
+            corrects = self.updates.rounds.corrects and adam.corrects(optimizer)
+            if corrects and not aside and not _overflowed(optimizer):
                 adam.correct_noise(optimizer, self._link.world, self._known)
-            self._exchange(index, finite=not aside)
+            self._count(index, finite=not aside)
 
         return after_step  # type: ignore[no-any-return]
 
-    def _exchange(self, index: int, *, finite: bool) -> None:
-        """Exchange what an optimizer changed. If that fails, the model keeps the shared parameters."""
+    def _count(self, index: int, *, finite: bool) -> None:
+        """Count a step of an optimizer. If its round ends, exchange what it changed."""
+        updates, pace = self.updates, self.pace
+        ended = updates.count(index, finite=finite)
+        if pace is not None:
+            pace.count(max(1, self._samples))
+            self._samples = 0
+            # While another rank or the network is late, this rank goes on computing.
+            ended = pace.over() and not updates.waits
+        if ended:
+            self._finish(index)
+            self._exchange(index)
+
+    def _exchange(self, index: int) -> None:
+        """Exchange what an optimizer changed in a round, in the link's thread if that overlaps the next round."""
         updates = self.updates
-        jobs = updates.jobs(index, finite=finite)
-        try:
+        if self.pace is not None:
+            updates.weight = self.pace.weight
+        jobs = updates.jobs(index)
+        if jobs:
+            # With overlap the buffers belong to the first optimizer: only one exchange of them can be under way.
+            buffers = self.buffers if index == 0 or not updates.rounds.overlap else None
+            jobs[0] = replace(jobs[0], ready=_in_turn([p.begin() for p in (self.pace, buffers) if p is not None]))
+        if updates.rounds.overlap:
+            updates.begin(index, jobs, self._link.begin_all(jobs))
+            return
+        with self._keeping_shared([name for job in jobs for name in job.tensors]):
             skipped = self._link.exchange_all(jobs)
+        updates.apply(jobs, skipped=skipped)
+        if self.buffers is not None:
+            self.buffers.finish()
+
+    def _finish(self, index: int | None = None) -> None:
+        """Wait for an exchange that overlaps the present round, and apply it."""
+        with self._keeping_shared(self.updates.parameters):
+            self.updates.finish(index)
+        if self.buffers is not None and not self.updates.waits:
+            self.buffers.finish()
+
+    @contextlib.contextmanager
+    def _keeping_shared(self, names: Iterable[str]) -> Iterator[None]:
+        """Leave the shared values in parameters if an exchange fails."""
+        try:
+            yield
         except BaseException:
             self._link.wait()  # its thread may still write to the parameters
-            updates.show([name for job in jobs for name in job.tensors])
+            self.updates.show(list(names))
             raise
-        updates.apply(jobs, skipped=skipped)
-        if self.average_buffers and self._buffers_before:
-            self._link.collective(self._average_buffers)
-
-    def _average_buffers(self, channel: Channel) -> None:
-        """Average the floating-point buffers that training changes, such as running means of batch normalisation.
-
-        Their changes are averaged, so that buffers that are equal stay as they are. Which buffers change is agreed on
-        after the first step, so that tables of constants are not sent; those of normalisation layers always count.
-        """
-        before = self._buffers_before
-        now = {n: b for n, b in _float_buffers(self._module, copy=False).items() if n in before}
-        if self._buffers is None:
-            changed = [n for n, b in now.items() if b.shape != before[n].shape or not torch.equal(b, before[n])]
-            found = {name for names in gather_json(channel, changed) for name in names} | _norm_buffers(self._module)
-            self._buffers = [name for name in now if name in found and now[name].shape == before[name].shape]
-            self._buffers_before = before = {name: before[name] for name in self._buffers}
-        if not self._buffers:
-            return
-        parts = [(now[name] - before[name]).reshape(-1).float() for name in self._buffers]
-        change = torch.cat(parts).mul_(1.0 / channel.world).to(channel.device)
-        channel.all_reduce(change)
-        change = torch.where(change.isfinite(), change, 0.0)  # a rank's infinite input leaves no trace
-        pieces = torch.split(change, [part.numel() for part in parts])
-        for name, piece in zip(self._buffers, pieces, strict=True):
-            before[name] += piece.view_as(before[name]).to(before[name])
-            now[name].copy_(before[name])
 
     # Around the model's state
 
     def _show_shared(self, state: dict[str, Any], prefix: str) -> None:
         """Put copies of the parameters into a state dict: the model's own memory changes with every step."""
-        names = {id(p): name for name, p in self.updates.parameters.items()}
+        self._finish()
+        names = {id(p): name for name, p in self.updates.owned.items()}
         copies: dict[int, Tensor] = {}  # tied parameters stay tied
         for key, p in self._module.named_parameters(remove_duplicate=False):
             name = names.get(id(p))
             if name is not None and isinstance(state.get(prefix + key), Tensor):
                 if id(p) not in copies:
-                    shown = self.updates.shared[name].view_as(p) if name in self.updates.ahead else p.detach()
-                    copies[id(p)] = torch.empty_like(p, requires_grad=False).copy_(shown)
+                    part = local_part(p).detach()
+                    shown = self.updates.shared[name].view_as(part) if name in self.updates.ahead else part
+                    copies[id(p)] = shared_like(torch.empty_like(part).copy_(shown), p)
                 state[prefix + key] = copies[id(p)]
 
     # Loss scaling
 
-    def _agree_on_overflow(self, found: Mapping[Any, Tensor]) -> None:
+    def _agree_on_overflow(self, optimizer: Optimizer, found: Mapping[Any, Tensor]) -> None:
         """Let all ranks skip a step in which the loss scale was too high for one of them."""
+        if not self.updates.rounds.single:
+            self._skip_alone(optimizer, found)
+            return
 
         def agree(channel: Channel) -> bool:
             mine = torch.tensor([float(sum(float(t) for t in found.values()) > 0.0)]).to(channel.device)
             channel.all_reduce(mine)
-            return float(mine) > 0.0
+            return self._link.any_shard(float(mine) > 0.0)
 
         try:
             overflowed = self._link.collective(agree)
@@ -313,16 +391,29 @@ class OptimizerHook:
         if overflowed:  # no step follows that would show the shared parameters
             self.updates.show()
 
+    def _skip_alone(self, optimizer: Optimizer, found: Mapping[Any, Tensor]) -> None:
+        """Count a step that this rank's GradScaler is going to skip: with local steps ranks need not agree on it.
 
-def _norm_buffers(module: nn.Module) -> set[str]:
-    """The names of running statistics of normalisation layers."""
-    layers = [(name, each) for name, each in module.named_modules() if isinstance(each, nn.modules.batchnorm._NormBase)]
-    return {f"{name}.{key}" if name else key for name, each in layers for key, _ in each.named_buffers(recurse=False)}
+        A fused optimizer is called nevertheless, and its hooks count the step.
+        """
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not fused and any(float(t) > 0.0 for t in found.values()):
+            self._count(next(i for i, o in enumerate(self.updates.optimizers) if o is optimizer), finite=False)
 
 
-def _float_buffers(module: nn.Module, *, copy: bool = True) -> dict[str, Tensor]:
-    found = {name: b.detach() for name, b in module.named_buffers() if b.is_floating_point()}
-    return {name: b.clone() for name, b in found.items()} if copy else found
+def _in_turn(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """A function that calls these, one after the other."""
+
+    def call() -> None:
+        for function in functions:
+            function()
+
+    return call
+
+
+def _batch_size(values: Iterable[Any]) -> int:
+    """The first dimension of the first tensor among a forward pass's arguments: its samples, in most models."""
+    return next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), 0)
 
 
 def _overflowed(optimizer: Optimizer) -> bool:
@@ -346,7 +437,7 @@ def _watch_scalers() -> None:
         found = check(self, optimizer, *args, **kwargs)
         agree = getattr(optimizer, "_thinwire_agree", None)
         if agree is not None:
-            agree(found)
+            agree(optimizer, found)
         return found
 
     agreed._thinwire = True  # type: ignore[attr-defined]
@@ -369,7 +460,7 @@ def _check_owner(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         hook = reference() if (reference := _owners.get(id(p))) is not None else None
-        if hook is not None and any(p is known for known in hook.updates.parameters.values()):
+        if hook is not None and any(p is known for known in hook.updates.owned.values()):
             raise LinkError(
                 "an optimizer that attach() was not given steps on parameters of an attached model, whose gradients "
                 "are local: give attach() all optimizers, or detach the link first"

@@ -6,7 +6,7 @@ All ranks compare version, codec, exchange and parameters before anything is exc
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from thinwire.exchange.scatter_reduce import ScatterReduce
 from thinwire.link.autotune import FIRST, AdaptiveAgreement, Autotuner
 from thinwire.link.link import Link
 from thinwire.link.rescale import ResidualUnits
+from thinwire.link.rounds import Rounds
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Measured
 from thinwire.tune.presets import resolve_codec
@@ -46,6 +47,7 @@ class LinkOptions:
     check_every: int = 0
     timeout: float | None = None
     domain: str = "gradient"
+    rounds: Rounds = field(default_factory=Rounds)
 
     def __post_init__(self) -> None:
         if self.check_every < 0 or (self.timeout is not None and self.timeout <= 0):
@@ -78,14 +80,19 @@ def open_link(
     group: dist.ProcessGroup,
     options: LinkOptions,
     prepare: Callable[[], T],
+    owned: Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Link, T]:
     """Build a link between the ranks of a group. Call it on all of them.
 
     parameters: those whose changes will be submitted, by name. prepare: what the hook does to get ready, such as
-    checking the model; if it raises on one rank, all ranks raise. Its result is returned besides the link.
+    checking the model; if it raises on one rank, all ranks raise. Its result is returned besides the link. owned: the
+    parameters as optimizers hold them, where those are other tensors. device: where the changes are, by default where
+    the parameters are.
     """
-    device = next((p.device for p in parameters.values()), torch.device("cpu"))
-    groups = OwnGroups(group, device, options.timeout)
+    owned = parameters if owned is None else owned
+    there = device if device is not None else next((p.device for p in parameters.values()), torch.device("cpu"))
+    groups = OwnGroups(group, there, options.timeout)
     channel = groups.all
     sizes = {name: p.numel() for name, p in parameters.items()}
 
@@ -93,7 +100,7 @@ def open_link(
         return _parts(parameters, options, sizes, channel), prepare()
 
     try:
-        parts, prepared = agreed(channel, plan, lambda made: _description(made[0], parameters, options))
+        parts, prepared = agreed(channel, plan, lambda made: _description(made[0], parameters, options, owned))
         agreement = _agreement(parts, channel, sizes)
         parts.exchange.setup(channel, parts.codec, sizes, groups)
     except BaseException:
@@ -106,7 +113,7 @@ def open_link(
         channel,
         why=parts.why,
         check_every=options.check_every,
-        units=ResidualUnits(parameters, options.optimizers, options.scaler),
+        units=ResidualUnits(owned, options.optimizers, options.scaler),
         on_step=agreement.end_step if agreement is not None else None,
         groups=groups,
     )
@@ -195,7 +202,9 @@ def _agreement(parts: _Parts, channel: Channel, sizes: dict[str, int]) -> Adapti
     return AdaptiveAgreement(selection, channel, sizes, scattered=isinstance(parts.exchange, ScatterReduce))
 
 
-def _description(parts: _Parts, parameters: Mapping[str, Tensor], options: LinkOptions) -> dict[str, Any]:
+def _description(
+    parts: _Parts, parameters: Mapping[str, Tensor], options: LinkOptions, owned: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """What all ranks must have in common."""
 
     def without_addresses(what: object) -> str:  # addresses of functions differ between processes
@@ -208,5 +217,6 @@ def _description(parts: _Parts, parameters: Mapping[str, Tensor], options: LinkO
         "exchange": without_addresses(parts.exchange),
         "check_every": options.check_every,
         "domain": options.domain,
-        "optimizers": _owners(parameters, options) if options.domain == "update" else [],
+        "rounds": repr(options.rounds),
+        "optimizers": _owners(owned, options) if options.domain == "update" else [],
     }

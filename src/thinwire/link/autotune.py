@@ -51,53 +51,78 @@ _EMPTY = 64
 _FIRST = 16 * 1024
 _GROWTH = 4
 _LARGEST = 8 << 20
-# Bytes of the vector that measures the rate of the links.
-_LONG = 1 << 20
-# Seconds beyond three empty messages that a message must take to give a good estimate of the bandwidth.
+# Seconds beyond the time of empty messages that a message must take to give a good estimate of the bandwidth.
 _LONG_ENOUGH = 0.03
+# Seconds for which empty messages are repeated, up to three times.
+_PATIENCE = 0.3
+# Messages that are under way together to tell their latency from the time that each of them takes by itself.
+_TOGETHER = 5
 
 
 def probe_network(channel: Channel, elements: int | None = None) -> Network:
-    """Measure all-gather and all-reduce between the ranks, in a fraction of a second. Call it on all ranks.
+    """Measure all-gather and all-reduce between the ranks. Call it on all ranks.
 
-    All ranks get the same figures. With the model's `elements` no message is larger than those of a step would be.
+    It takes a fraction of a second, and on networks of high latency about 20 + 5 (ranks - 1) times the latency. All
+    ranks get the same figures. With the model's `elements` no message is larger than those of a step would be.
     """
     frame, vector = (elements // 4, 4 * elements) if elements is not None else (_LARGEST, _LARGEST)
 
     def reduced(size: int) -> None:
-        channel.all_reduce(torch.zeros(size // 4, device=channel.device))
+        channel.all_reduce(torch.zeros(max(size // 4, 1), device=channel.device))
 
-    gather, reduce = _gather_time(channel, frame), _measured_time(channel, reduced, vector)
-    return Network(channel.world, gather, reduce, rate=_link_rate(channel, vector))
+    gather, latency = _gather_time(channel, frame)
+    # One size is enough where the rate is known: an all-reduce sends 2 / ranks of what an all-gather does.
+    known = gather.per_byte * 2.0 / max(channel.world, 2)
+    reduce = _measured_time(channel, reduced, vector, known)
+    return Network(channel.world, gather, reduce, latency=latency)
 
 
-def _link_rate(channel: Channel, largest: int) -> float:
-    """Bits per second of a rank's link, from an all-reduce, which uses both directions at the same time.
+def _gather_time(channel: Channel, largest: int) -> tuple[LinearTime, float]:
+    """The time of an all-gather by the bytes of each rank's message, and the latency that is part of it."""
 
-    An all-gather between two ranks does not: with Gloo one of them sends after it has received.
+    def gathered(size: int) -> None:
+        channel.gather(torch.zeros(size, dtype=torch.uint8), 1).finish()
+
+    def together(size: int) -> None:
+        message = torch.zeros(size, dtype=torch.uint8)
+        for each in [channel.gather(message, lane) for lane in range(1, 1 + _TOGETHER)]:
+            each.finish()
+
+    for first in (gathered, together):  # the first ones open connections and post receives
+        _timed(channel, first, _EMPTY)
+    found = _measured_time(channel, gathered, largest)
+    several = min(_empty_times(channel, together))
+    busy = max((several - found.fixed) / (_TOGETHER - 1), 0.0)  # seconds of each message in which no other can be sent
+    return found, max(found.fixed - busy, 0.0)
+
+
+def _empty_times(channel: Channel, collective: Callable[[int], object]) -> list[float]:
+    """The times of empty messages: three of them where that is quick."""
+    times = [_timed(channel, collective, _EMPTY)]
+    while len(times) < 3 and sum(times) < _PATIENCE:
+        times.append(_timed(channel, collective, _EMPTY))
+    return times
+
+
+def _measured_time(
+    channel: Channel, collective: Callable[[int], object], largest: int, per_byte: float = 0.0
+) -> LinearTime:
+    """The time of a collective by its bytes. Messages grow until one takes long enough, or is the largest of use.
+
+    per_byte: the expected seconds of a byte, from which the first size is chosen.
     """
-    vector = torch.zeros(max(min(largest, _LONG) // 4, 1), device=channel.device)
-    seconds = min(_timed(channel, lambda size: channel.all_reduce(vector), 4 * vector.numel()) for _ in range(2))
-    return 8.0 * 4.0 * vector.numel() * 2.0 * max(channel.world - 1, 1) / max(channel.world, 2) / seconds
-
-
-def _gather_time(channel: Channel, largest: int) -> LinearTime:
-    """The time of an all-gather by the bytes of each rank's message."""
-    return _measured_time(channel, lambda size: channel.all_gather(torch.zeros(size, dtype=torch.uint8)), largest)
-
-
-def _measured_time(channel: Channel, collective: Callable[[int], object], largest: int) -> LinearTime:
-    """The time of a collective by its bytes. Messages grow until one takes long enough, or is the largest of use."""
-    _timed(channel, collective, _EMPTY)  # the first one opens connections
-    empty = sorted(_timed(channel, collective, _EMPTY) for _ in range(3))
+    empty = _empty_times(channel, collective)
+    least = min(empty)
     size, most = _FIRST, max(_FIRST, min(largest, _LARGEST))
-    while (took := _timed(channel, collective, size)) < 3.0 * empty[0] + _LONG_ENOUGH and size < most:
+    if per_byte:
+        size = min(max(round(1.2 * (_LONG_ENOUGH + 0.5 * least) / per_byte), _FIRST), most)
+    while (took := _timed(channel, collective, size)) < 1.5 * least + _LONG_ENOUGH and size < most:
         size = min(size * _GROWTH, most)
     # Noise only adds time: take the best of two, or of three where that is cheap.
     for _ in range(2 if took < 2 * _LONG_ENOUGH else 1):
         took = min(took, _timed(channel, collective, size))
     # The slope comes from the best times. The fixed part is the median: a step meets the usual delay.
-    return replace(LinearTime.through((_EMPTY, empty[0]), (size, took)), fixed=empty[1])
+    return replace(LinearTime.through((_EMPTY, least), (size, took)), fixed=statistics.median(empty))
 
 
 def _timed(channel: Channel, collective: Callable[[int], object], size: int) -> float:
@@ -153,15 +178,17 @@ class Machines:
     def probe(self, elements: int) -> Tiers:
         """Measure the exchange within and between machines; all ranks get the slowest machine's figures."""
         within = _measured_time(self._inside, self._reduce_and_broadcast, 4 * elements)
-        between = _gather_time(self._between, elements // 4) if self._leads else LinearTime(0.0, 0.0)
-        rows = share(self._channel, [within.fixed, within.per_byte, between.fixed, between.per_byte])
+        between, latency = LinearTime(0.0, 0.0), 0.0
+        if self._leads:
+            between, latency = _gather_time(self._between, elements // 4)
+        rows = share(self._channel, [within.fixed, within.per_byte, between.fixed, between.per_byte, latency])
         slowest = [max(column) for column in zip(*rows, strict=True)]
-        return Tiers(self.size, LinearTime(*slowest[:2]), LinearTime(*slowest[2:]))
+        return Tiers(self.size, LinearTime(*slowest[:2]), LinearTime(*slowest[2:4]), slowest[4])
 
     def _reduce_and_broadcast(self, size: int) -> None:
         vector = torch.zeros(size // 4, device=self._inside.device)
         self._inside.reduce(vector, 0)
-        self._inside.broadcast(vector, 0)
+        self._inside.spread(vector, 0, 0).finish()
 
     def move_to_first(self, codec: Codec, sizes: Mapping[str, int]) -> None:
         """Move the mean of a machine's residuals to its first rank, where it counts for all ranks of the machine."""
@@ -195,11 +222,13 @@ class AdaptiveAgreement:
         self._elements = sum(sizes.values())
         self._seen: list[tuple[float, float, float]] = []  # seconds of a step, seconds of its exchange, entries
         self._ended: float | None = None
+        self._latency = 0.0  # of the rounds of an exchange
         if isinstance(selection.cost, Measured):
             network = probe_network(channel)
+            self._latency = network.latency * (2.0 if scattered else 1.0)
             for size in self._PROBED:
                 seconds = network.scatter(size) if scattered else network.gather(size)
-                selection.cost.observe(8.0 * size, seconds)
+                selection.cost.observe(8.0 * size, seconds, latency=self._latency)
 
     def end_step(self, codec: Codec, last: Counters) -> None:
         """Called by the link's thread when a step's last bucket is done."""
@@ -223,7 +252,7 @@ class AdaptiveAgreement:
             entries = statistics.mean(row[2] for row in rows)
             bits = float(selection.frame_bits(np.array([entries]), self._elements)[0])
             beside = max(max(row[0] for row in rows) - exchange, 1e-6)
-            selection.cost.observe(bits, exchange, beside=beside)
+            selection.cost.observe(bits, exchange, latency=self._latency, beside=beside)
         if selection.agree is None:
             return
         for place, name in enumerate(self._sizes, start=3):
@@ -238,6 +267,7 @@ MEASURED = 4  # steps before the first decision
 COMPARE_EVERY = 10  # steps between two comparisons of the waiting times
 QUICK = 0.05  # a run starts dense if an all-reduce of everything takes fewer seconds than this
 PROBE_EVERY = 10  # comparisons after which a compressed link probes anyway, because it cannot see a network become fast
+PROBE_SHARE = 0.02  # the share of the time that these probes may take
 _SAMPLE = 1 << 16
 
 
@@ -271,12 +301,14 @@ class Autotuner:
         width: int = 4,
     ) -> None:
         self.setting = FIRST
+        self.hierarchical = True  # whether ranks of one machine may exchange among themselves first
         self.decisions: list[Decision] = []
         self._dense = replace(DENSE, width=width)  # width: bytes per element of the tensors
         self._link, self._channel, self._sizes, self._groups = link, channel, sizes, groups
         self._policy = policy if policy is not None else _policy_for(self._dense)
         self._detector = ChangeDetector()
         self._steps, self._comparisons = 0, 0
+        self._probed, self._since_probe = 0.0, 0.0  # seconds that the last probe took, and seconds of training since
         self._machines: Machines | None = None
         self._first_probe: Network | None = None  # until the first decision
         self._now: _StepTimes | None = None
@@ -344,7 +376,7 @@ class Autotuner:
 
     def _start(self) -> None:
         """Start dense where that is quick, because entries that are sent late cost training steps."""
-        self._machines = Machines.detect(self._channel, self._groups)
+        self._machines = Machines.detect(self._channel, self._groups) if self.hierarchical else None
         self._first_probe = self._probe_network()
         if self._first_probe.reduce(float(self._dense.width) * sum(self._sizes.values())) < QUICK:
             self._apply(self._dense)
@@ -372,16 +404,22 @@ class Autotuner:
         # The last rank to arrive does not wait for others: the shortest wait is the network's own time.
         wait, period = min(row[0] for row in rows), max(row[1] for row in rows)
         self._comparisons += 1
-        due = not self.decisions or (self.setting.compressed and self._comparisons % PROBE_EVERY == 0)
+        self._since_probe += period * len(self._periods)
+        often = self._comparisons % PROBE_EVERY == 0 and self._probed <= PROBE_SHARE * self._since_probe
+        due = not self.decisions or (self.setting.compressed and often)
         if self._detector.changed([wait], period) or due:
             self._decide(period - wait)
         self._waits.clear()
         self._periods.clear()
 
     def _probe_network(self) -> Network:
-        elements = sum(self._sizes.values())
+        elements, began = sum(self._sizes.values()), time.perf_counter()
         network = self.probe(self._channel, elements)
-        return network if self._machines is None else replace(network, tiers=self._machines.probe(elements))
+        if self._machines is not None:
+            network = replace(network, tiers=self._machines.probe(elements))
+        self._probed = max(row[0] for row in share(self._channel, [time.perf_counter() - began]))
+        self._since_probe = 0.0
+        return network
 
     def _decide(self, compute: float) -> None:
         network = self._first_probe if self._first_probe is not None else self._probe_network()

@@ -1,18 +1,15 @@
 """Link: one model whose changes are exchanged in compressed form; it owns codec, exchange, counters and a thread.
 
-A hook (`thinwire.hooks`) submits buckets of named tensors. The link's thread exchanges them one after the other, in the
-order of submission, which is the same on every rank, while the backward pass goes on. A link knows nothing of DDP.
+A hook (`thinwire.hooks`) submits buckets of named tensors. The link's thread begins to exchange them in the order of
+submission, which is the same on every rank, while the backward pass goes on; the messages of all buckets of a step are
+under way at the same time. A link knows nothing of DDP.
 """
 
-import atexit
 import contextlib
 import math
-import queue
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -28,69 +25,28 @@ from thinwire.codec.selection import Selection
 from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel, FailureBoard, OwnGroups, check_replicas, describe_failure
+from thinwire.exchange.rounds import Round
 from thinwire.link.diagnosis import Diagnosis
 from thinwire.link.diagnostics import Diagnostics, agree_on_every
 from thinwire.link.rescale import ResidualUnits
-from thinwire.link.state import STATE_VERSION, load_link_state, mean_link_state, without_unknown
+from thinwire.link.shards import ShardedLink, Shards
+from thinwire.link.state import STATE_VERSION, fit_shards, load_link_state, mean_link_state, without_unknown
 from thinwire.link.stats import Counters, Stats
-from thinwire.tune import forecast
+from thinwire.link.thread import Future, Job, LinkThread, Pending, value_or_error
 
 T = TypeVar("T")
-Future = torch.futures.Future[Any]
-# Seconds without a job after which the link's thread looks whether other ranks have failed.
-_LOOK_EVERY = 1.0
-# A thread must not be inside of the store's C++ code when the interpreter ends.
-_exiting = threading.Event()
-atexit.register(_exiting.set)
 # Averages a flat buffer in place without the link: (buffer, bytes per element on the wire) -> future of the buffer.
 AllReduce = Callable[[Tensor, int], Future]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One bucket that a hook submits. Its tensors are flat views of the buffer, which receives the mean."""
-
-    buffer: Tensor
-    tensors: Mapping[str, Tensor]
-    first: bool  # whether the step begins with it
-    last: bool  # whether the step ends with it
-    ready: Callable[[], None] = lambda: None  # returns when a GPU has computed the tensors
-    outs: Mapping[str, Tensor] | None = None  # flat float32 CPU tensors for the mean, where it is not for the buffer
-    step: int | None = None  # the number of this exchange for its parameters, if it is not the link's step
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of all tensors."""
-        return sum(tensor.numel() for tensor in self.tensors.values())
-
-    @property
-    def in_place(self) -> bool:
-        """Whether exchanges can write the mean directly to the buffer."""
-        return self.buffer.device.type == "cpu" and self.buffer.dtype == torch.float32
-
-    def outputs(self) -> Mapping[str, Tensor]:
-        """Flat float32 CPU tensors for the mean: the job's own tensors where that is possible."""
-        if self.outs is not None:
-            return self.outs
-        if self.in_place:
-            return self.tensors
-        sizes = [tensor.numel() for tensor in self.tensors.values()]
-        return dict(zip(self.tensors, torch.split(torch.empty(sum(sizes)), sizes), strict=True))
-
-    def finish(self, outputs: Mapping[str, Tensor]) -> bool:
-        """Copy the mean to the buffer; whether it overflowed float16, on which all ranks agree."""
-        if self.in_place or self.outs is not None:
-            return False
-        self.buffer.copy_(torch.cat(list(outputs.values())))
-        if self.buffer.is_cuda:
-            torch.cuda.current_stream(self.buffer.device).synchronize()
-        return self.buffer.dtype == torch.float16 and not bool(self.buffer.isfinite().all())
 
 
 class UpdateState(Protocol):
     """What a link needs of the updates that it exchanges; `thinwire.link.updates` has them."""
 
     shared: dict[str, Tensor]
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges that this rank has begun."""
 
     def flush(self, mean: Callable[[Tensor], None]) -> None:
         """Apply the mean of all residuals and clear them."""
@@ -149,19 +105,20 @@ class Link:
         self._on_detach: Callable[[Link], None] = lambda link: None
         self._all_reduce: AllReduce | None = None
         self._updates: UpdateState | None = None  # in the update domain
+        self._shards: Shards | None = None  # where every rank holds a part of each parameter
         self._dense_width = 0  # bytes per element of an all-reduce in place of the exchange; 0: the exchange is used
         self._factors: dict[str, float] = {}  # by which residuals are rescaled before the next step
         self._stats = Stats()
         self._diagnostics: Diagnostics | None = None
         self._outcomes: list[Outcome] = []
-        self._clock = 0  # the number of the present exchange for its parameters
         self._skip_step = False  # whether the present step holds a non-finite value, so that every rank skips it
         # Names exchanged together: so far in this step, in the one before, and when a loaded state was saved.
         self._groups_now: list[list[str]] = []
         self._groups_before: list[list[str]] = []
         self._groups_loaded: list[list[str]] | None = None
         self._board: FailureBoard | None = None
-        self._thread = LinkThread(self._run, self._describe, self._look)
+        self._last_job: Job | None = None  # of the present step, once it has begun
+        self._thread = LinkThread(self._run, self._end_step, self._describe, self._look)
         weakref.finalize(self, self._thread.end)
 
     def __repr__(self) -> str:
@@ -185,10 +142,33 @@ class Link:
         """
         self._on_detach, self._all_reduce, self._updates = on_detach, all_reduce, updates
 
+    def set_shards(self, shards: Shards) -> None:
+        """Say which part of every parameter this rank holds: all parts' links skip the same steps."""
+        self._shards = shards
+
+    def any_shard(self, mine: bool) -> bool:
+        """Whether something is true for any part of the parameters. Call it on all ranks that share a replica."""
+        return mine if self._shards is None else self._shards.any(mine)
+
     @property
     def world(self) -> int:
         """The number of ranks."""
         return self._channel.world
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those that exchange."""
+        return self._channel.rank
+
+    @property
+    def failure(self) -> LinkError | None:
+        """The error that ended all exchanges."""
+        return self._thread.failure
+
+    @property
+    def skipped(self) -> bool:
+        """Whether all ranks skip the step that was exchanged last, because a value was not finite."""
+        return self._skip_step
 
     def collective(self, function: Callable[[Channel], T]) -> T:
         """Call a function with the channel of all ranks while nothing else uses it. Raises LinkError if it fails."""
@@ -200,12 +180,13 @@ class Link:
 
     def exchange_all(self, jobs: Sequence[Job]) -> bool:
         """Exchange a step's jobs and wait for them; returns whether all ranks skip the step. Raises LinkError."""
-        futures = [self._thread.submit(job) for job in jobs]
-        for future in futures:
-            future.wait()
-            _value_or_error(future)
+        skipped = self.begin_all(jobs).wait()
         self.wait()
-        return self._skip_step
+        return skipped
+
+    def begin_all(self, jobs: Sequence[Job]) -> "Pending":
+        """Begin to exchange a step's jobs, while the caller goes on."""
+        return Pending(jobs, [self._thread.submit(job) for job in jobs])
 
     def submit(self, job: Job) -> Future:
         """Average a bucket. The future's value is the job's buffer with the mean; it raises if the exchange failed."""
@@ -217,14 +198,14 @@ class Link:
         if self.tuner is not None:
             self.tuner.bucket_ready(job.tensors, job.elements)
         if not self._dense_width or self._all_reduce is None:
-            return self._thread.submit(job).then(_value_or_error)
+            return self._thread.submit(job).then(value_or_error)
         future = self._all_reduce(job.buffer, self._dense_width)
         return future.then(self._after_all_reduce) if job.last else future
 
     def _after_all_reduce(self, future: Future) -> Tensor:
         if self.tuner is not None:
             self.tuner.end_step()
-        return _value_or_error(future)
+        return value_or_error(future)
 
     # For tuners
 
@@ -248,7 +229,7 @@ class Link:
 
     def count_dense_step(self, elements: int, volume: int) -> None:
         """Count a step whose buckets were averaged by all-reduce, without the link's thread."""
-        self._stats.count_dense(elements, volume)
+        self._stats.count_dense(elements, volume, float(self.world - 1))
         self._stats.end_step(self.exchange.channels())
         self.step += 1
         if self._check_every and self.step % self._check_every == 0:
@@ -265,9 +246,19 @@ class Link:
         return "gradient" if self._updates is None else "update"
 
     @property
+    def exchanges(self) -> int:
+        """The number of exchanges that this rank has begun: steps, or with local steps rounds of all optimizers."""
+        return self.step if self._updates is None else self._updates.exchanges
+
+    @property
     def last_step(self) -> Counters:
         """The counters of the last step."""
         return self._stats.last
+
+    @property
+    def totals(self) -> Counters:
+        """The counters since attach, as far as exchanges have ended: unlike `stats` it does not wait for any."""
+        return self._stats.total
 
     # The work of the link's thread, in the order of the buckets
 
@@ -285,24 +276,45 @@ class Link:
             return None
         return describe_failure(None, self._channel, self.exchange.channels(), self.step) if failed else None
 
-    def _run(self, jobs: list[Job]) -> None:
+    def _run(self, jobs: list[Job]) -> Generator[Round, list[Tensor], None]:
         """Exchange one bucket or several small ones; after loading a state a whole step, grouped as it was saved."""
         for job in jobs:
             job.ready()
-        began = time.thread_time()
-        self._clock = self.step if jobs[0].step is None else jobs[0].step
         if jobs[0].first:
             self._begin_step()
+        yield from self._counted(self._exchange_jobs(jobs))
+
+    def _exchange_jobs(self, jobs: list[Job]) -> Generator[Round, list[Tensor], None]:
+        self._last_job = jobs[-1] if jobs[-1].last else None
         outputs = [job.outputs() for job in jobs]
         tensors, outs = _joined([job.tensors for job in jobs]), _joined(outputs)
-        for names in self._groups(jobs):
+        step = self.step if jobs[0].step is None else jobs[0].step
+        first, groups = len(self._groups_now), self._groups(jobs)
+        for index, names in enumerate(groups, start=first):
+            if not names:  # of a unit none of whose parameters has elements on this rank
+                continue
             these = tensors if names == list(tensors) else {name: tensors[name] for name in names}
-            self._mean(these, [outs[name] for name in names])
+            # A parameter whose gradient is zero everywhere took no part in this step: DDP may drop what arrives for it.
+            yield from self._mean(Bucket(these, [outs[name] for name in names], step, all_zero(these), index))
         for job, output in zip(jobs, outputs, strict=True):
             self._skip_step |= job.finish(output)
-        self._stats.add_cpu(time.thread_time() - began)
-        if jobs[-1].last:
-            self._end_step()
+
+    def _counted(self, stages: Generator[Round, list[Tensor], None]) -> Generator[Round, list[Tensor], None]:
+        """The same stages, whose processor time and round trips are counted."""
+        messages: list[Tensor] | None = None
+        trips, together = 0.0, False
+        while True:
+            began = time.thread_time()
+            try:
+                found = next(stages) if messages is None else stages.send(messages)
+            except StopIteration:
+                self._stats.add_trips(trips, together=together)
+                return
+            finally:
+                self._stats.add_cpu(time.thread_time() - began)
+            trips += found.trips
+            together |= not found.done
+            messages = yield found
 
     def _begin_step(self) -> None:
         self._outcomes.clear()
@@ -325,30 +337,34 @@ class Link:
         self._groups_now += groups
         return groups
 
-    def _mean(self, tensors: Mapping[str, Tensor], outs: list[Tensor]) -> None:
-        # A parameter whose gradient is zero everywhere took no part in this step: DDP may drop what arrives for it.
-        bucket, diagnostics = Bucket(tensors, outs, self._clock, all_zero(tensors)), self._diagnostics
-        if diagnostics is not None:
-            diagnostics.before(tensors)
-        outcome = self.exchange.mean(bucket)
-        if diagnostics is not None:
-            residuals = {name: self.codec.residuals(name).get("residual") for name in tensors}
+    def _mean(self, bucket: Bucket) -> Generator[Round, list[Tensor], None]:
+        diagnostics = self._diagnostics
+        if diagnostics is None:
+            outcome = yield from self.exchange.stages(bucket)
+        else:  # one bucket after the other: the diagnosis has collectives of its own
+            diagnostics.before(bucket.tensors)
+            outcome = self.exchange.mean(bucket)
+            residuals = {name: self.codec.residuals(name).get("residual") for name in bucket.tensors}
             kept = {name: residual for name, residual in residuals.items() if residual is not None}
             diagnostics.after(bucket, self.exchange, outcome, kept)
         if outcome.non_finite:
             self._skip_step = True
-            for out in outs:
+            for out in bucket.outs:
                 out.fill_(torch.nan)
         self._outcomes.append(outcome)
-        self._stats.add(outcome, tensors, bucket.hold)
+        self._stats.add(outcome, bucket.tensors, bucket.hold)
 
     def _end_step(self) -> None:
         """Finish a step. If a value was not finite, all ranks skip it: what it sent returns to the residual."""
+        self._skip_step = self.any_shard(self._skip_step)
         if self._skip_step:
             for outcome in self._outcomes:
                 if outcome.undo is not None:
                     outcome.undo()
             self._stats.skipped += 1
+        if self._last_job is not None:
+            self._last_job.skipped.append(self._skip_step)
+            self._last_job = None
         if self._diagnostics is not None:
             found = self._diagnostics.end_step(self.step, self.exchange.weight(), skipped=self._skip_step)
             self.diagnoses += [found] if found is not None else []
@@ -377,6 +393,20 @@ class Link:
         kept = [self.codec.residuals(name).get("residual") for name in self._parameters]
         squares = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in kept if t is not None)
         return {**self._stats.report(self._channel.world), "residual_norm": math.sqrt(squares)}
+
+    def metrics(self, prefix: str = "thinwire/") -> dict[str, float]:
+        """Figures for a logger such as W&B or TensorBoard: floats by name, those of the last step unless they say so.
+
+        Bytes and seconds are this rank's; compression_ratio and residual_norm are explained at `stats`.
+        """
+        stats = self.stats()
+        last = stats["last_step"]
+        seconds = ("compress_seconds", "exchange_seconds", "decode_seconds", "cpu_seconds")
+        chosen = ("bytes_sent", "bytes_received", "density", "compression_ratio", *seconds)
+        figures = {name: last[name] for name in chosen}
+        figures |= {f"total_{name}": stats[name] for name in ("bytes_sent", "bytes_received")}
+        figures |= {"steps": stats["steps"], "skipped_steps": stats["skipped"], "residual_norm": stats["residual_norm"]}
+        return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
     def diagnose(self, every: int = 100) -> None:
         """Compare the exchange with a dense one every so many steps; 0 ends it. Call it on all ranks.
@@ -437,6 +467,15 @@ class Link:
         """This link for frameworks that save one file for all ranks: its `state_dict()` is the mean over ranks."""
         return GatheredLink(self)
 
+    def sharded(self, saved: Any = None) -> ShardedLink:
+        """This link for `torch.distributed.checkpoint`: each rank saves its own part, and loads it bit for bit.
+
+        saved: at loading the checkpoint, a path or a storage reader. It may come from another number of replicas, whose
+        mean residual is then preserved, or from another sharding.
+        """
+        whole = {name: p.shape for name, p in self._parameters.items()}
+        return ShardedLink(self, self._shards, whole if self._shards is None else self._shards.shapes(), saved)
+
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """This rank's residual by parameter name; with `gather` the mean of all ranks' (call it on all of them).
 
@@ -444,6 +483,7 @@ class Link:
         rank has its own. Plain tensors and numbers: save it with torch.save, load it with weights_only=True.
         """
         self.wait()
+        updates = self._updates.state_dict() if self._updates is not None else None
         state = {
             "version": STATE_VERSION,
             "world_size": self._channel.world,
@@ -455,12 +495,15 @@ class Link:
             "units": self._units.state_dict(),
             "buckets": self._groups_before,
         }
-        if self._updates is not None:
-            state["updates"] = self._updates.state_dict()
+        if updates is not None:
+            state["updates"] = updates
+        if self._shards is not None:
+            state["shard"] = self._shards.describe()
         if not gather:
             return state
         with self._process_groups.reopened() if self._process_groups is not None else contextlib.nullcontext():
-            return mean_link_state(self._channel, state, self._parameters, self.codec.feedback.slots)
+            mean = mean_link_state(self._channel, state, self._parameters, self.codec.feedback.slots)
+        return mean if self._shards is None else self._shards.gathered(mean)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load a saved state: this rank's own, a gathered one, or the list of all ranks'.
@@ -471,7 +514,8 @@ class Link:
         """
         self.wait()
         channel = self._channel
-        known = state if strict else without_unknown(state, self._parameters)
+        fitting = fit_shards(state, self._shards)
+        known = fitting if strict else without_unknown(fitting, self._parameters)
         mine = load_link_state(known, channel.rank, channel.world, self.exchange.weight(), self._parameters)
         before = self.exchange.state_dict(), self._units.state_dict()
         self._check_domain(mine, strict)
@@ -516,104 +560,6 @@ class GatheredLink:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned, for any number of ranks."""
         self.link.load_state_dict(state)
-
-
-class LinkThread:
-    """Calls its owner's `run` with jobs in the order of submission, and `describe` with the error if that fails.
-
-    Every second without a job it calls `look`, which returns an error if an exchange has failed on other ranks: they
-    wait for this rank's answer to tell whether it is alive. The thread holds its owner weakly, so that a link that
-    nobody uses any more is freed; the owner's finalizer calls `end`. After a failure every job gets the same error.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[list[Job]], None],
-        describe: Callable[[Exception], LinkError],
-        look: Callable[[], LinkError | None],
-    ) -> None:
-        self._run, self._describe = weakref.WeakMethod(run), weakref.WeakMethod(describe)
-        self._look = weakref.WeakMethod(look)
-        self.wait_for_last = False  # whether all buckets of a step are exchanged after its last one arrived
-        self._waiting: list[tuple[Job, Future]] = []
-        self._failure: LinkError | None = None
-        self._ended = False
-        self._jobs: queue.Queue[tuple[Job, Future] | None] = queue.Queue()
-        threading.Thread(target=self._work, name="thinwire-link", daemon=True).start()
-
-    def submit(self, job: Job) -> Future:
-        """Queue a job; the future's value is the buffer with the mean, or the error that prevented it."""
-        future: Future = torch.futures.Future(devices=[job.buffer.device] if job.buffer.is_cuda else None)
-        if self._failure is not None:
-            future.set_result(self._failure)
-            return future
-        self._jobs.put((job, future))
-        return future
-
-    def wait(self) -> None:
-        """Return when no job is under way."""
-        self._jobs.join()
-
-    def end(self) -> None:
-        """End the thread after the jobs that are queued."""
-        if not self._ended:
-            self._ended = True
-            self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (item := self._next()) is not None:
-            run, describe = self._run(), self._describe()
-            if run is not None and describe is not None:
-                self._take(*item, run, describe)
-            del run, describe, item
-            self._jobs.task_done()
-        self._jobs.task_done()
-
-    def _next(self) -> tuple[Job, Future] | None:
-        while True:
-            try:
-                return self._jobs.get(timeout=_LOOK_EVERY)
-            except queue.Empty:
-                look = self._look()
-                if self._failure is None and look is not None and not _exiting.is_set():
-                    self._failure = look()
-                del look
-
-    def _take(
-        self,
-        job: Job,
-        future: Future,
-        run: Callable[[list[Job]], None],
-        describe: Callable[[Exception], LinkError],
-    ) -> None:
-        """Exchange a job, or let a small one wait for the next. Every future gets a result: backward waits for it."""
-        if job.first:
-            self._waiting.clear()
-        self._waiting.append((job, future))
-        small = sum(waiting.elements for waiting, _ in self._waiting) < forecast.JOINED_BELOW
-        if (small or self.wait_for_last) and not job.last and self._failure is None:
-            return
-        jobs = [waiting for waiting, _ in self._waiting]
-        error: Exception | None = None
-        if self._failure is None:
-            try:
-                run(jobs)
-            except Exception as caught:
-                error = caught.with_traceback(None)  # its frames refer to the process group, which must be freed
-        if error is not None:
-            self._failure = error if isinstance(error, LinkError) else describe(error)
-        for waiting, answer in self._waiting:
-            answer.set_result(waiting.buffer if self._failure is None else self._failure)
-        self._waiting.clear()
-
-
-def _value_or_error(future: Future) -> Tensor:
-    """The value of a job's future. An error raised here, not in the link's thread, surfaces in loss.backward()."""
-    value = future.value()
-    if isinstance(value, Exception):
-        raise value
-    assert isinstance(value, Tensor)
-    return value
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

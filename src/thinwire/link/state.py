@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.channel import Channel, gather_json
+from thinwire.link.shards import Shards, is_shard, join_states
 
 LinkState = dict[str, Any]
 
@@ -51,6 +52,7 @@ def check_state(state: Any) -> None:
     wrong += [] if "exchange" in wrong or _is_table(state["exchange"], dict) else ["exchange"]
     wrong += [] if "buckets" in wrong or all(_is_names(names) for names in state["buckets"]) else ["buckets"]
     wrong += [] if "step" in wrong or state["step"] >= 0 else ["step"]
+    wrong += [] if is_shard(state.get("shard")) else ["shard"]
     if wrong:
         raise ValueError(f"the link's state has an invalid {wrong[0]}: load it as state_dict() returned it")
 
@@ -70,13 +72,27 @@ def _are_residuals(value: object) -> bool:
 def merge_states(states: Sequence[LinkState]) -> LinkState:
     """The mean of all ranks' states, for any number of workers; needs no process group.
 
-    A parameter for which a rank has no residual counts as zeros there. Thresholds that selections learned and message
-    sizes that ranks agreed on are not averaged: a run finds them again within a few steps.
+    States of sharded models are joined to those of the full parameters. A parameter for which a rank has no residual
+    counts as zeros there. Thresholds that selections learned and message sizes that ranks agreed on are not averaged: a
+    run finds them again within a few steps.
     """
     if not states:
         raise ValueError("there are no states to merge")
     for state in states:
         check_state(state)
+    parts = sorted({state["shard"]["index"] for state in states if state.get("shard") is not None})
+    if parts:
+        return join_states([_merge_replicas([s for s in states if _part(s) == part]) for part in parts])
+    return _merge_replicas(states)
+
+
+def _part(state: LinkState) -> int | None:
+    shard = state.get("shard")
+    return None if shard is None else int(shard["index"])
+
+
+def _merge_replicas(states: Sequence[LinkState]) -> LinkState:
+    """The mean of the states of all replicas of the same parameters, or of the same parts of them."""
     steps = {state["step"] for state in states}
     if len(steps) > 1:
         raise ValueError(f"the states are of different steps ({sorted(steps)}): they are not of one checkpoint")
@@ -89,7 +105,7 @@ def merge_states(states: Sequence[LinkState]) -> LinkState:
     mean: dict[str, dict[str, Tensor]] = {}
     for state in sorted(states, key=lambda s: int(s["rank"])):
         weight = state["weight"] / len(states)
-        for name, slots in state["codec"]["residuals"].items():
+        for name, slots in whole_residuals(state).items():
             into = mean.setdefault(name, {})
             for slot, tensor in slots.items():
                 into[slot] = into[slot] + weight * tensor.cpu() if slot in into else weight * tensor.cpu()
@@ -105,7 +121,26 @@ def _merged_updates(updates: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for other in updates[1:]:
         if any(not torch.equal(first["shared"][name], t) for name, t in other["shared"].items()):
             raise ValueError("the states differ in their shared parameters: they are not of one checkpoint")
-    return {**first, "optimizers": _mean_of([each["optimizers"] for each in updates])}
+    return {**_between_rounds(first), "optimizers": _mean_of([each["optimizers"] for each in updates])}
+
+
+def whole_residuals(state: LinkState) -> dict[str, dict[str, Tensor]]:
+    """The residuals of a state, with what an unfinished round of local steps has changed."""
+    found = {name: dict(slots) for name, slots in state["codec"]["residuals"].items()}
+    updates = state.get("updates") or {}
+    for name, start in (updates.get("round") or {}).get("starts", {}).items():
+        change = start.cpu().float() - updates["round"]["local"][name].cpu().float()
+        slots = found.setdefault(name, {})
+        slots["residual"] = slots["residual"].cpu() + change if "residual" in slots else change
+    return found
+
+
+def _between_rounds(updates: dict[str, Any]) -> dict[str, Any]:
+    """The state of updates at the beginning of a round, once the residuals hold what the last one changed."""
+    if not isinstance(taken := (updates.get("round") or {}).get("taken"), list):
+        return updates
+    begun = {"taken": [0] * len(taken), "stepped": [False] * len(taken), "local": {}, "starts": {}}
+    return {**updates, "round": begun}
 
 
 def _mean_of(values: Sequence[Any]) -> Any:
@@ -131,7 +166,7 @@ def mean_link_state(
     channel: Channel, state: LinkState, parameters: Mapping[str, Tensor], slots: Sequence[str]
 ) -> LinkState:
     """The mean of all ranks' states over a process group: one reduction per tensor, so that no rank holds all."""
-    mine = state["codec"]["residuals"]
+    mine = whole_residuals(state)
     mean: dict[str, dict[str, Tensor]] = {}
     # Ranks may have created residuals in different orders, or not at all: the order of the parameters is common.
     for name, parameter in parameters.items():
@@ -144,7 +179,7 @@ def mean_link_state(
     found = _for_any_rank(state, mean)
     if state.get("updates") is not None:
         optimizers = [_mean_over_ranks(channel, each, parameters) for each in state["updates"]["optimizers"]]
-        found["updates"] = {**state["updates"], "optimizers": optimizers}
+        found["updates"] = {**_between_rounds(state["updates"]), "optimizers": optimizers}
     return found
 
 
@@ -199,6 +234,31 @@ def load_link_state(
         for tensor in slots.values():
             if tensor.numel() != parameters[name].numel() or not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{name}: the saved residual has another size, or is not finite")
+    return state
+
+
+def fit_shards(state: LinkState | Sequence[LinkState], shards: Shards | None) -> LinkState | Sequence[LinkState]:
+    """A state, or states, of the part of the parameters that this rank holds; ValueError says what to load instead."""
+    if isinstance(state, (list, tuple)):
+        for each in state:
+            check_state(each)
+        described = [each.get("shard") for each in state]
+        if shards is None and not any(described):
+            return state
+        if shards is not None and all(d is not None and d["count"] == shards.count for d in described):
+            return [each for each in state if _part(each) == shards.index]
+        return fit_shards(merge_states(state), shards)
+    check_state(state)
+    assert isinstance(state, dict)
+    shard = state.get("shard")
+    if shard is None:
+        return state if shards is None else shards.part_of(state)
+    if shards is None or (shard["index"], shard["count"]) != (shards.index, shards.count):
+        here = "whole parameters" if shards is None else f"part {shards.index} of {shards.count}"
+        raise ValueError(
+            f"the state holds part {shard['index']} of {shard['count']} of every parameter and this rank {here}: load "
+            "the list of all ranks' states, or one made with state_dict(gather=True)"
+        )
     return state
 
 

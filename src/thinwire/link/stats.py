@@ -22,6 +22,7 @@ class Counters:
     exchange_seconds: float = 0.0
     decode_seconds: float = 0.0
     cpu_seconds: float = 0.0  # CPU time of the link's thread, collectives not counted
+    round_trips: float = 0.0  # messages that wait for one another, each of which takes half a round trip
 
     def report(self, world: int) -> dict[str, Any]:
         """All counters, the density, and the compression ratio against a dense 32-bit all-reduce."""
@@ -54,16 +55,22 @@ class Stats:
         now.decode_seconds += outcome.decode
         self.per_parameter.update(outcome.counts)
 
-    def count_dense(self, elements: int, volume: int) -> None:
+    def count_dense(self, elements: int, volume: int, trips: float) -> None:
         """Count a step that was averaged by an all-reduce outside the link."""
         self._now.entries += elements
         self._now.elements += elements
         self._now.bytes_sent += volume
         self._now.bytes_received += volume
+        self._now.round_trips += trips
 
     def add_cpu(self, seconds: float) -> None:
         """Count CPU time of the link's thread; `end_step` subtracts the collectives' part."""
         self._now.cpu_seconds += seconds
+
+    def add_trips(self, trips: float, *, together: bool) -> None:
+        """Count the round trips of one bucket, which took place together with those of other buckets or after them."""
+        before = self._now.round_trips
+        self._now.round_trips = max(before, trips) if together else before + trips
 
     def end_step(self, channels: Sequence[Channel]) -> None:
         """Add the present step to the totals, with what these channels moved in it."""

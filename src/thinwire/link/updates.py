@@ -1,21 +1,29 @@
 """Updates: the parameters that all ranks share, and what this rank's optimizer changed since they were last equal.
 
 In the update domain every rank runs the user's optimizer on its own gradient. `shared` holds the parameters that all
-ranks agree on, bit for bit. A rank's residual is the sum of its own changes that were not sent yet. The forward pass of
-a training step runs at shared - LOOK_AHEAD * residual, so that a rank's own changes are never late for itself. At all
-other times the model shows `shared`.
+ranks agree on, bit for bit. A rank's residual is the sum of its own changes that were not sent yet. A round begins at
+shared - look-ahead * residual, so that a rank's own changes are never late for itself, and takes one step of the
+optimizer or several (local steps). Then the change of the round is added to the residual, which is exchanged. During a
+round the model holds this rank's local view, at all other times `shared`.
+
+If the exchange overlaps the next round, that round begins at once, where this rank's own changes have led. The mean is
+applied to `shared` when it is needed: at the end of that round, or earlier for an evaluation or a checkpoint. Since the
+local view does not depend on it before that end, training takes the same course in both cases.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import FLOAT_MAX, Accumulated, ErrorFeedback, Feedback, NoFeedback, array_args
-from thinwire.link.link import Job
+from thinwire.link.outer import check_state
+from thinwire.link.rounds import Rounds
+from thinwire.link.shards import local_part, shared_like
+from thinwire.link.thread import Job, Pending
 
 # Elements that are exchanged together. One exchange costs a round trip; much larger ones would keep the network idle
 # while the first of them is compressed.
@@ -23,25 +31,53 @@ BUCKET_ELEMENTS = 1 << 23
 # How far a training step looks ahead, in residuals. The residuals of other ranks resemble a rank's own and are late as
 # well: a small GPT reached a lower loss with 1.2 and 1.5 than with 1.0 and 2.0 (docs/lab-notebook.md).
 LOOK_AHEAD = 1.4
+# The same for rounds of several steps and for rounds that begin while an exchange is under way. The residual then holds
+# whole rounds of this rank's own steps, and a factor above 1 would take steps that no gradient has asked for.
+LOCAL_LOOK_AHEAD = 1.0
 
 
 class Updates:
     """The shared parameters and the residuals of one attached model, which several optimizers may update."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], codec: Codec
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        codec: Codec,
+        rounds: Rounds | None = None,
+        owned: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.parameters = dict(parameters)
+        self.parameters = parameters
+        # The parameters as the optimizers hold them: of a sharded model DTensors, of which `parameters` are parts.
+        self.owned = dict(parameters if owned is None else owned)
         self.optimizers = list(optimizers)
+        self.rounds = rounds if rounds is not None else Rounds()
         self.shared = {name: _flat(p).to(torch.float32, copy=True) for name, p in parameters.items()}
-        self.ahead: set[str] = set()  # parameters that hold the look-ahead instead of the shared values
-        self.clocks = [0] * len(self.optimizers)  # steps of each optimizer
+        self.ahead: set[str] = set()  # parameters that hold the local view instead of the shared values
+        self.clocks = [0] * len(self.optimizers)  # exchanges of each optimizer
+        self.taken = [0] * len(self.optimizers)  # steps of each optimizer in its present round
+        self._stepped = [False] * len(self.optimizers)  # whether one of them had a finite gradient
+        self._starts: dict[str, Tensor] = {}  # where the round began, if shared and residual do not tell any more
+        self._means: dict[str, Tensor] = {}  # memory for means of exchanges that overlap a round
+        self._outer: dict[str, dict[str, Tensor]] = {name: {} for name in self.shared}
+        self._aside: dict[str, Tensor] = {}  # local views during an evaluation
+        self._under_way: dict[int, tuple[list[Job], Pending]] = {}  # exchanges by optimizer
+        self.weight = 1.0  # of this rank's changes in the mean of all ranks
         self._codec = codec
         self._decay = _decay_of(codec.feedback)
         self._keeps = not isinstance(codec.feedback, NoFeedback)
         codec.feedback = Accumulated()
-        names = {id(p): name for name, p in parameters.items()}
+        names = {id(p): name for name, p in self.owned.items()}
         self.buckets = [_buckets(_names_of(o, names), self.parameters) for o in self.optimizers]
+
+    @property
+    def _look_ahead(self) -> float:
+        return LOOK_AHEAD if self.rounds.single else LOCAL_LOOK_AHEAD
+
+    @property
+    def exchanges(self) -> int:
+        """The number of exchanges that this rank has begun."""
+        return sum(self.clocks)
 
     def residual(self, name: str) -> Tensor:
         """This rank's residual of a parameter, a flat float32 tensor."""
@@ -51,42 +87,55 @@ class Updates:
 
     @torch.no_grad()
     def look_ahead(self, names: Iterable[str] | None = None) -> None:
-        """Write the look-ahead to parameters, by default to all, from which the next step begins.
+        """Begin a round for those parameters, by default all, that show the shared values.
 
-        What was written to them since they showed the shared values, for example by clamping, is adopted first.
+        What was written to them since they showed these, for example by clamping, is adopted first.
         """
         for name in self.parameters if names is None else names:
             if name not in self.ahead:
-                p = self.parameters[name]
                 self._adopt(name)
-                p.copy_(self._start(name).view_as(p))
-                self.ahead.add(name)
+                self._begin(name)
 
     def _adopt(self, name: str) -> None:
         p, shared = self.parameters[name], self.shared[name]
         if not torch.equal(p, shared.view_as(p).to(p.dtype)):
             shared.copy_(_flat(p))
 
+    def _begin(self, name: str) -> None:
+        """Write the look-ahead to a parameter, and keep it if the exchange is going to change what it is made of."""
+        p, start = self.parameters[name], self._start(name)
+        p.copy_(start.view_as(p))
+        self.ahead.add(name)
+        if self.rounds.overlap:
+            self._starts[name] = start
+
     def _start(self, name: str) -> Tensor:
-        """The look-ahead of a parameter: float32, and rounded exactly as the kernels round it."""
-        return self.shared[name] - self.residual(name) * LOOK_AHEAD
+        """Where the round of a parameter begins or has begun: float32, and rounded exactly as the kernels round it."""
+        return self.shared[name] - self.residual(name) * self._look_ahead
 
     @torch.no_grad()
     def show(self, names: Iterable[str] | None = None) -> None:
-        """Write the shared values to parameters, by default to those that hold the look-ahead."""
+        """Write the shared values to parameters, by default to those that hold the local view, which is dropped."""
         for name in list(self.ahead) if names is None else names:
             p = self.parameters[name]
             p.copy_(self.shared[name].view_as(p))
             self.ahead.discard(name)
+            self._starts.pop(name, None)
 
     def swap(self, *, ahead: bool) -> None:
-        """Write shared parameters for an evaluation, or the look-ahead again after it, unnoticed by autograd.
+        """Write shared parameters for an evaluation, or the local view again after it, unnoticed by autograd.
 
         A graph may be waiting for its backward pass meanwhile. It finds the same values as before.
         """
+        if ahead:
+            for name, view in self._aside.items():
+                self.parameters[name].data.copy_(view)
+            self._aside.clear()
+            return
         for name in self.ahead:
             p = self.parameters[name]
-            p.data.copy_((self._start(name) if ahead else self.shared[name]).view_as(p))
+            self._aside[name] = p.detach().clone()
+            p.data.copy_(self.shared[name].view_as(p))
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -94,53 +143,110 @@ class Updates:
         for name in self.parameters:
             self._adopt(name)
         self.ahead.clear()
-
-    # A step
+        self._starts.clear()
 
     @torch.no_grad()
-    def jobs(self, index: int, *, finite: bool = True) -> list[Job]:
-        """Add what an optimizer changed to the residuals; returns the exchanges of its parameters.
+    def absorb(self) -> None:
+        """Finish what is under way, add what this round changed so far to the residuals, and show the shared values."""
+        self.finish()
+        for name in list(self.ahead):
+            self._accumulate(name, decay=1.0)
+        self.show()
 
-        The model's own memory receives the mean where it can. If a change is not finite, its exchange tells all ranks.
+    # A round
+
+    def count(self, index: int, *, finite: bool = True) -> bool:
+        """Count a step of an optimizer; returns whether its round ends, so that its change is to be exchanged."""
+        self.taken[index] += 1
+        self._stepped[index] |= finite
+        return self.rounds.ends(self.taken[index])
+
+    @torch.no_grad()
+    def jobs(self, index: int) -> list[Job]:
+        """End an optimizer's round: add what it changed to the residuals; returns the exchanges of its parameters.
+
+        The model's own memory receives the mean where it can. If a change is not finite, or no step of the round had a
+        finite gradient, the exchange tells all ranks.
         """
         jobs, buckets = [], self.buckets[index]
         for at, names in enumerate(buckets):
             tensors = {}
             for name in names:
-                good = self._accumulate(name) and finite
+                good = self._accumulate(name, self._decay) and self._stepped[index]
                 residual = self.residual(name)
                 tensors[name] = residual if good else torch.full_like(residual, torch.nan)
-            outs = {name: _output(self.parameters[name]) for name in names}
+                if self.rounds.overlap:
+                    self._begin(name)  # before the exchange changes the residual
+            outs = {name: self._output(name) for name in names}
             jobs.append(
                 Job(torch.empty(0), tensors, at == 0, at == len(buckets) - 1, outs=outs, step=self.clocks[index])
             )
         self.clocks[index] += 1
+        self.taken[index], self._stepped[index] = 0, False
         return jobs
 
-    def _accumulate(self, name: str) -> bool:
+    def _accumulate(self, name: str, decay: float) -> bool:
         """Add one parameter's change to its residual; returns whether it was finite."""
-        p, shared, residual = self.parameters[name].detach().contiguous(), self.shared[name], self.residual(name)
-        if p.device.type == "cpu" and self._codec.kernels != "torch":
-            return _native.accumulate_update(
-                shared.data_ptr(), residual.data_ptr(), array_args(p), LOOK_AHEAD, self._decay
-            )
-        return accumulate_update(shared, residual, p, LOOK_AHEAD, self._decay)
+        p, residual = self.parameters[name].detach().contiguous(), self.residual(name)
+        start = self._starts.pop(name, None)
+        base, ahead = (self.shared[name], self._look_ahead) if start is None else (start, 0.0)
+        if p.device.type == "cpu" and self._codec.kernels != "torch" and self.weight == 1.0:
+            return _native.accumulate_update(base.data_ptr(), residual.data_ptr(), array_args(p), ahead, decay)
+        return accumulate_update(base, residual, p, ahead, decay, self.weight)
+
+    def _output(self, name: str) -> Tensor:
+        """Memory for a mean: the parameter's own if kernels can write to it. It is written anew after the exchange."""
+        p = self.parameters[name]
+        if self.rounds.overlap:
+            return self._means.setdefault(name, torch.empty(p.numel()))
+        fits = p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous()
+        return p.detach().view(-1) if fits else torch.empty(p.numel())
 
     @torch.no_grad()
     def apply(self, jobs: Sequence[Job], *, skipped: bool) -> None:
-        """Subtract the means of finished exchanges from the shared parameters, and show them."""
+        """Let the outer optimizer move the shared parameters by the means of finished exchanges.
+
+        Without overlap the model shows them from then on.
+        """
         for job in jobs:
             assert job.outs is not None
             for name, mean in job.outs.items():
+                shared = self.shared[name]
                 if not skipped:
-                    self.shared[name] -= mean.to(self.shared[name].device)
+                    self.rounds.outer.step(shared, mean.to(shared.device), self._outer[name])
                 if not self._keeps:
                     self.residual(name).zero_()
-        self.show([name for job in jobs for name in job.tensors])
+        if not self.rounds.overlap:
+            self.show([name for job in jobs for name in job.tensors])
+
+    def begin(self, index: int, jobs: list[Job], pending: Pending) -> None:
+        """Note that an optimizer's exchange is under way."""
+        self._under_way[index] = jobs, pending
+
+    @property
+    def waits(self) -> bool:
+        """Whether `finish` would have to wait."""
+        return not all(pending.done() for _, pending in self._under_way.values())
+
+    def finish(self, index: int | None = None) -> None:
+        """Wait for all exchanges under way and apply them; with an index only if that optimizer's is one of them.
+
+        It waits for all of them, because nothing may change shared parameters while an exchange compares them.
+        """
+        if index is not None and index not in self._under_way:
+            return
+        under_way, self._under_way = self._under_way, {}
+        skipped = {each: pending.wait() for each, (_, pending) in under_way.items()}
+        for each, (jobs, _) in under_way.items():
+            self.apply(jobs, skipped=skipped[each])
 
     @torch.no_grad()
     def flush(self, mean: Callable[[Tensor], None]) -> None:
-        """Apply the mean of all ranks' residuals, which `mean` computes in place, and clear them."""
+        """Apply the mean of all ranks' residuals, which `mean` computes in place, and clear them.
+
+        This includes what an unfinished round has changed. The outer optimizer takes no part in it.
+        """
+        self.absorb()
         for name, shared in self.shared.items():
             residual = self.residual(name)
             total = residual.cpu().clone()
@@ -152,17 +258,29 @@ class Updates:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The shared parameters, the clocks, and the states of this rank's optimizers, by parameter name."""
+        """The shared parameters, the clocks, the present round, and the states of all optimizers, by parameter name."""
+        self.finish()
         optimizers = [
-            {name: _copied(o.state[p]) for name, p in self.parameters.items() if p in o.state} for o in self.optimizers
+            {name: _copied(o.state[p]) for name, p in self.owned.items() if p in o.state} for o in self.optimizers
         ]
-        shared = {name: t.clone() for name, t in self.shared.items()}
-        return {"shared": shared, "clocks": list(self.clocks), "optimizers": optimizers}
+        rounds = {
+            "taken": list(self.taken),
+            "stepped": list(self._stepped),
+            "local": {name: _flat(self.parameters[name]).clone() for name in self.shared if name in self.ahead},
+            "starts": {n: self._starts.get(n, self._start(n)).clone() for n in self.shared if n in self.ahead},
+        }
+        return {
+            "shared": {name: t.clone() for name, t in self.shared.items()},
+            "clocks": list(self.clocks),
+            "round": rounds,
+            "outer": _copied(self._outer),
+            "optimizers": optimizers,
+        }
 
     def check(self, state: Any, strict: bool) -> None:
         """ValueError unless a state fits these parameters and optimizers; if `strict` is false, it may lack some."""
-        if not isinstance(state, Mapping) or set(state) != {"shared", "clocks", "optimizers"}:
-            raise ValueError("the state of the updates lacks its shared parameters, clocks or optimizers")
+        if not isinstance(state, Mapping) or set(state) != {"shared", "clocks", "round", "outer", "optimizers"}:
+            raise ValueError("the state of the updates lacks its shared parameters, clocks, round or optimizers")
         shared, clocks, optimizers = state["shared"], state["clocks"], state["optimizers"]
         if not isinstance(shared, Mapping) or (
             set(shared) != set(self.shared) if strict else set(shared) - {*self.shared}
@@ -170,11 +288,12 @@ class Updates:
             raise ValueError("the state's shared parameters are not those of this model")
         for name, tensor in shared.items():
             _check_tensor(f"{name}: the state's shared parameter", tensor, self.shared[name].numel())
-        counts = isinstance(clocks, list) and all(type(clock) is int and clock >= 0 for clock in clocks)
-        if not counts or not isinstance(optimizers, list) or not all(isinstance(o, Mapping) for o in optimizers):
+        if not _are_counts(clocks) or not isinstance(optimizers, list) or not all(map(_is_mapping, optimizers)):
             raise ValueError("the clocks or optimizers of the state are not lists of numbers and of optimizer states")
         if not len(clocks) == len(optimizers) == len(self.optimizers):
             raise ValueError(f"the state is of {len(clocks)} optimizers, here are {len(self.optimizers)}")
+        self._check_round(state["round"])
+        check_state(state["outer"], self.shared)
         for name, values in (entry for optimizer in optimizers for entry in optimizer.items()):
             if not isinstance(values, Mapping):
                 raise ValueError(f"{name}: the optimizer's state is not a dict")
@@ -183,17 +302,57 @@ class Updates:
                 if isinstance(value, Tensor) and value.dim():
                     _check_tensor(f"{name}: the optimizer's {key}", value, numel)
 
+    def _check_round(self, state: Any) -> None:
+        fields = {"taken", "stepped", "local", "starts"}
+        if not isinstance(state, Mapping) or set(state) != fields or not _are_counts(state["taken"]):
+            raise ValueError("the state's round lacks its counts of steps or its local view")
+        local, starts = state["local"], state["starts"]
+        if len(state["taken"]) != len(self.optimizers) or not isinstance(state["stepped"], list):
+            raise ValueError("the state's round is not one of this number of optimizers")
+        if not _is_mapping(local) or not _is_mapping(starts) or set(local) != set(starts):
+            raise ValueError("the state's local view has no start, or the reverse")
+        for what, tensors in (("local view", local), ("start of the round", starts)):
+            for name, tensor in tensors.items():
+                numel = self.shared[name].numel() if name in self.shared else None
+                _check_tensor(f"{name}: the state's {what}", tensor, numel)
+
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `check` accepted."""
+        self._under_way.clear()  # the link has waited for it, and what it would be applied to is replaced
         for name, tensor in state["shared"].items():
             self.shared[name].copy_(tensor.reshape(-1))
         self.clocks = [int(clock) for clock in state["clocks"]]
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            for name, values in saved.items():
+        for name, slots in self._outer.items():
+            saved = state["outer"].get(name, {})
+            slots.clear()
+            slots.update({key: t.reshape(-1).to(self.shared[name], copy=True) for key, t in saved.items()})
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            for name in values:
                 if name in self.parameters:
-                    optimizer.state[self.parameters[name]] = _copied(values, self.parameters[name].device)
+                    part, whole = self.parameters[name], self.owned[name]
+                    copies = _copied(values[name], part.device)
+                    optimizer.state[whole] = {key: _owned_like(value, part, whole) for key, value in copies.items()}
         self.show(self.parameters)
+        self._load_round(state["round"])
+
+    def _load_round(self, state: Mapping[str, Any]) -> None:
+        self.taken = [int(count) for count in state["taken"]]
+        self._stepped = [bool(stepped) for stepped in state["stepped"]]
+        for name, start in state["starts"].items():
+            if name in self.parameters:
+                p = self.parameters[name]
+                p.copy_(state["local"][name].view_as(p))
+                self._starts[name] = start.reshape(-1).to(self.shared[name], copy=True)
+                self.ahead.add(name)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _check_tensor(what: str, value: Any, numel: int | None) -> None:
@@ -206,10 +365,12 @@ def _check_tensor(what: str, value: Any, numel: int | None) -> None:
         raise ValueError(f"{what} is not finite")
 
 
-def accumulate_update(shared: Tensor, residual: Tensor, local: Tensor, ahead: float, decay: float) -> bool:
-    """The kernel `accumulate_update` in torch operations, for any device."""
+def accumulate_update(
+    shared: Tensor, residual: Tensor, local: Tensor, ahead: float, decay: float, weight: float = 1.0
+) -> bool:
+    """The kernel `accumulate_update` in torch operations, for any device and for changes that are weighted."""
     start = (shared - residual * ahead).to(local.dtype).float()
-    change = start - local.reshape(-1).float()
+    change = (start - local.reshape(-1).float()) * weight
     finite = change.isfinite()
     total = (residual * decay + change).clamp_(-FLOAT_MAX, FLOAT_MAX)
     residual.copy_(torch.where(finite, total, residual))
@@ -251,15 +412,16 @@ def _flat(p: Tensor) -> Tensor:
     return p.detach().reshape(-1)
 
 
-def _output(p: Tensor) -> Tensor:
-    """Memory for the mean: the parameter's own if kernels can write to it. It is written anew after the exchange."""
-    fits = p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous()
-    return p.detach().view(-1) if fits else torch.empty(p.numel())
+def _owned_like(value: Any, part: Tensor, whole: Tensor) -> Any:
+    """A loaded value of an optimizer's state: sharded as its parameter is, if it has the shape of this rank's part."""
+    shaped = isinstance(value, Tensor) and value.dim() > 0 and value.shape == part.shape
+    return shared_like(value, whole) if shaped else value
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
     """A deep copy of an optimizer's state: tensors, numbers, lists and dicts."""
     if isinstance(value, Tensor):
+        value = local_part(value)
         # Adam's `step` lives on the CPU wherever the parameter is.
         return value.detach().clone() if device is None or value.dim() == 0 else value.detach().clone().to(device)
     if isinstance(value, Mapping):

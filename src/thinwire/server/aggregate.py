@@ -5,8 +5,9 @@ is the same bits every time.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,10 @@ class WorkerClock:
         return max(self.due)
 
 
-class Clock:
+W = TypeVar("W", bound=WorkerClock)
+
+
+class Clock(Generic[W]):
     """The steps of all workers, by part; parts are numbered through all layers.
 
     bound: how many steps the fastest worker may be ahead of the slowest; None for any number.
@@ -53,19 +57,19 @@ class Clock:
         self.bound, self.phased = bound, phased
         self.lowest = [start] * parts  # the number of complete steps of each part
         self.opened = [start] * parts  # the first step of each part that no worker, present or gone, has pushed
-        self.workers: dict[int, WorkerClock] = {}  # by session
+        self.workers: dict[int, W] = {}  # by session
 
-    def join(self, session: int) -> int:
-        """Add a worker and return its first step, of which nobody has pushed anything yet."""
+    def join(self, session: int, make: Callable[[int, list[int]], W]) -> W:
+        """Add the worker that `make` makes of its first step, of which nobody has pushed anything yet, and its due."""
         first = max(self.lowest) if self.bound is None else max([*self.lowest, *self.opened])
         if not self.workers:  # nobody is left to complete the steps before
             self.lowest = [first] * len(self.lowest)
-        self.workers[session] = WorkerClock(first, [first] * len(self.lowest))
-        return first
+        worker = self.workers[session] = make(first, [first] * len(self.lowest))
+        return worker
 
-    def leave(self, session: int) -> list[int]:
-        """Remove a worker: no step waits for it any more. Return for each part the next step it had to push."""
-        return self.workers.pop(session).due
+    def leave(self, session: int) -> None:
+        """Remove a worker: no step waits for it any more."""
+        del self.workers[session]
 
     def push(self, session: int, part: int, clock: int) -> bool:
         """Note a push; return False if it was accepted before. MessageError if it comes out of turn."""
@@ -162,6 +166,14 @@ class Aggregator:
     def keep(self, slot: int, part: int, clock: int, frame: FrameReader | ReceivedShards) -> None:
         """Keep a gradient, which has been checked, until its step is applied."""
         self._pending.setdefault((part, clock), {})[slot] = frame
+
+    def pending(self) -> list[list[Any]]:
+        """Return the gradients that wait for their steps, as a checkpoint keeps them: part, step, slot and bytes."""
+        return [
+            [part, clock, slot, frame.data]
+            for (part, clock), frames in self._pending.items()
+            for slot, frame in frames.items()
+        ]
 
     def apply(self, part: int, clock: int, workers: int | None = None) -> None:
         """Apply all gradients that are kept for a step to a part.

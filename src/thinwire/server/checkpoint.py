@@ -1,7 +1,8 @@
 """Checkpoint: the server's state in one file, which is replaced as a whole or not at all.
 
-The file holds the model, the optimizer, the step, and which pushes of each worker have been accepted. The workers'
-replicas are not saved: after a restart every worker pulls the parameters in full.
+The file holds the model, the optimizer, the step, which pushes of each worker have been accepted, and those of them
+that wait for their steps. The workers' replicas are not saved: after a restart every worker pulls the parameters in
+full.
 """
 
 import logging
@@ -30,7 +31,7 @@ class CheckpointWriter:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, figures: dict[str, Any]) -> bool:
         """Write a checkpoint and return whether that was possible; a failure is logged once, until it is mended.
 
-        figures: cut, step, accepted_steps and extra.
+        figures: cut, step, accepted_steps, pending, lossy and extra.
         """
         path = self._folder / _FILE
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -69,7 +70,8 @@ def load_checkpoint(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         figures = {name: dict(state[name]) for name in ("accepted_steps", "extra")}
-        return {"step": int(state["step"]), **figures}
+        pending = {"pending": state.get("pending", []), "lossy": bool(state.get("lossy"))}  # 0.2.0 saved none
+        return {"step": int(state["step"]), **figures, **pending}
     except Exception as error:  # torch raises many kinds for files that are not its own
         reason = " ".join(str(error).split())[:200]
         if isinstance(error, DamagedFileError):

@@ -44,7 +44,7 @@ class Piece:
     begin: int
     end: int
 
-    @property
+    @cached_property
     def name(self) -> str:
         """A name that is unique among all pieces."""
         return f"{self.parameter}[{self.begin}:{self.end}]"
@@ -105,9 +105,10 @@ class Layout:
         """The parts' numbers through all layers, by (layer, part)."""
         return {place: number for number, place in enumerate(self.places())}
 
-    def numels(self, layer: int, part: int) -> list[int]:
-        """Return the number of elements of each piece of a part."""
-        return [len(piece) for piece in self.layers[layer].parts[part]]
+    @cached_property
+    def numels(self) -> dict[tuple[int, int], list[int]]:
+        """The number of elements of each piece of a part, by (layer, part)."""
+        return {(i, j): [len(piece) for piece in self.layers[i].parts[j]] for i, j in self.places()}
 
 
 def difference(ours: Shapes, theirs: Shapes, what: str) -> str | None:

@@ -1,23 +1,22 @@
 """Membership: which workers take part in the training, how they join, and when the server evicts them.
 
 Until training begins, workers wait for each other. After that a worker joins at once. The server evicts a worker after
-`timeout` seconds without a message, and after `stall` seconds without progress in which others wait for it.
+`timeout` seconds without a message, and after `stall` seconds without progress in which others wait for it. Nothing
+here does I/O or reads a clock: `now` (time.monotonic) is passed in, and messages to send are queued in `outgoing`.
 """
 
 import logging
-import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from thinwire.errors import FrameError, MessageError
-from thinwire.server.aggregate import Clock
-from thinwire.server.protocol import MOST_WORKERS, Applicant, Counter, Message, MessageKind, parse, with_json
+from thinwire.server.aggregate import Clock, WorkerClock
+from thinwire.server.protocol import MOST_WORKERS, Applicant, Counter, Message, MessageKind, with_json
 from thinwire.server.schedule import Pool, Staleness
-from thinwire.transport.base import Buffer, Listener, Peer
-from thinwire.transport.limits import LogLimit
+from thinwire.transport.base import Buffer, LogLimit, Peer
 
 log = logging.getLogger("thinwire.server")
 
@@ -55,9 +54,9 @@ class Allowance:
         return allowed
 
 
-@dataclass
-class Member:
-    """One worker that takes part in the training."""
+@dataclass(kw_only=True)
+class Member(WorkerClock):
+    """One worker that takes part in the training: its session, its progress, and what it is owed."""
 
     peer: Peer
     session: int
@@ -80,10 +79,11 @@ class Member:
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def known_steps(self, due: list[int]) -> list[int] | None:
-        """Return which of its pushes are accepted, as its next WELCOME must say: `due`, or as the last one said."""
+    @property
+    def known_steps(self) -> list[int] | None:
+        """Which of its pushes are accepted, as its next WELCOME must say: `due`, or as the last one said."""
         # A worker that never sent anything may not have received its WELCOME, and still needs what that one said.
-        return due if self.received else self.accepted_steps
+        return self.due if self.received else self.accepted_steps
 
     @property
     def label(self) -> str:
@@ -96,36 +96,54 @@ class Member:
         return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 and steps[-1] > steps[0] else 0.0
 
 
+class Outgoing(NamedTuple):
+    """What is to be done for a peer: send a message, keep its connection (it was admitted), or forget it."""
+
+    action: Literal["send", "keep", "forget"]
+    peer: Peer
+    parts: Sequence[Buffer] = ()
+    session: int = 0  # the message's session, which ends if the message cannot be sent; 0 outside of one
+    shards: Sequence[Buffer] | None = None  # its body, any of which may be lost
+    place: tuple[int, int] = (0, 0)  # of a delta in shards: layer and part
+
+
 class Membership:
     """All workers: those in the training by session, those that wait for its start, and what is known of the rest.
-
-    `listener` and `on_leave` are set when the server runs.
 
     check: returns the worker that sent a HELLO message, or raises MessageError. layers: their number.
     terms: what the WELCOME message tells every worker.
     expect: training begins when so many workers have said HELLO.
-    on_leave: called with every member that has left or was evicted.
+    on_leave: called with every member that has left or was evicted; set by the server.
+    session: the number before the first session's. It should be random, so that a restarted server reuses none.
     """
 
-    listener: Listener
     on_leave: Callable[[Member], None]
 
     def __init__(
-        self, check: CheckHello, terms: dict[str, Any], clock: Clock, layers: int, *, expect: int, stall: float
+        self,
+        check: CheckHello,
+        terms: dict[str, Any],
+        clock: Clock[Member],
+        layers: int,
+        *,
+        expect: int,
+        stall: float,
+        session: int,
+        now: float,
     ) -> None:
         self._check, self._terms, self.clock, self._layers = check, terms, clock, layers
         self._expect, self._timeout, self._stall = expect, terms["timeout"], stall
-        self.unreachable: list[Member] = []  # a message to them could not be sent
-        self.active: dict[int, Member] = {}
+        self.active = clock.workers  # by session
+        self.outgoing: deque[Outgoing] = deque()
         self.waiting: dict[str, tuple[Peer, Applicant, float]] = {}  # by token, with the time of the last HELLO
         self.accepted_steps: dict[str, list[int]] = {}  # of workers that have left, by token
         self.joined = self.left = 0
-        self._last_session = secrets.randbits(30)  # random, so that a restarted server does not reuse a number
+        self._last_session = session
         self._refused: dict[Peer, None] = {}  # recently
         self._refusals = LogLimit(log, logging.WARNING)
         self._stalled: dict[int, None] = {}  # sessions that were ended for lack of progress, recently
         self.started = False
-        self.left_at = self._checked = self.started_at = time.monotonic()
+        self.left_at = self._checked = self.started_at = now
 
     def find(self, peer: Peer, session: int) -> Member | None:
         """Return the member with this session, if it sends from this peer."""
@@ -137,25 +155,22 @@ class Membership:
         return next((member for member in self.active.values() if member.peer == peer), None)
 
     def send_outside(self, peer: Peer, message: Message) -> None:
-        """Send a message that belongs to no session, and so is not numbered."""
-        self.listener.send(peer, message.parts())
+        """Queue a message that belongs to no session, and so is not numbered."""
+        self.outgoing.append(Outgoing("send", peer, message.parts()))
 
-    def send(self, member: Member, message: Message, shards: Sequence[Buffer] | None = None) -> int | None:
-        """Send a message in a member's session; if that fails, the member is noted as unreachable.
-
-        shards: its body, any of which may be lost; return the transport's ticket for them.
-        """
+    def send(self, member: Member, message: Message, shards: Sequence[Buffer] | None = None) -> None:
+        """Queue a message in a member's session. shards: its body, any of which may be lost."""
         parts = message.parts(member.counter.next(message.kind))
         member.sent += sum(map(len, [*parts, *(shards or ())]))
-        if shards is not None:
-            return self.listener.send_pieces(member.peer, bytes(parts[0]), shards)
-        if not self.listener.send(member.peer, parts):
-            self.unreachable.append(member)
-        return None
+        place = message.layer, message.part
+        self.outgoing.append(Outgoing("send", member.peer, parts, member.session, shards, place))
+
+    def _forget(self, peer: Peer) -> None:
+        self.outgoing.append(Outgoing("forget", peer))
 
     # Joining
 
-    def hello(self, peer: Peer, message: Message) -> None:
+    def hello(self, peer: Peer, message: Message, now: float) -> None:
         """Admit the sender of a HELLO message, or let it wait for the start of the training."""
         applicant = self._check(message)
         before = next((member for member in self.active.values() if member.token == applicant.token), None)
@@ -163,24 +178,24 @@ class Membership:
             if before.peer == peer and not before.received and before.welcome is not None:
                 self.send_outside(peer, before.welcome)  # its HELLO was repeated before it was answered
                 return
-            self.leave(before, keep_connection=before.peer == peer)
+            self.leave(before, now, keep_connection=before.peer == peer)
         if len(self.active) + len(self.waiting) >= MOST_WORKERS and applicant.token not in self.waiting:
             raise MessageError(f"the server has {MOST_WORKERS} workers already")
-        self.listener.keep(peer)
+        self.outgoing.append(Outgoing("keep", peer))
         if self.started:
-            self._admit(peer, applicant)
+            self._admit(peer, applicant, now)
             return
         if (waiting := self.waiting.get(applicant.token)) is not None and waiting[0] != peer:
-            self.listener.forget(waiting[0])
-        self.waiting[applicant.token] = peer, applicant, time.monotonic()
+            self._forget(waiting[0])
+        self.waiting[applicant.token] = peer, applicant, now
         self.send_outside(peer, Message(MessageKind.HEARTBEAT))  # shows the worker that the server is alive
         if len(self.waiting) >= self._expect:
-            self._start()
+            self._start(now)
 
-    def start_late(self) -> None:
+    def start_late(self, now: float) -> None:
         """After a restart, begin with the workers that are back when the others have had `timeout` seconds."""
-        if not self.started and self.waiting and time.monotonic() - self.started_at > self._timeout:
-            self._start()
+        if not self.started and self.waiting and now - self.started_at > self._timeout:
+            self._start(now)
 
     def withdraw(self, peer: Peer) -> None:
         """Remove a worker that leaves while it waits for the start."""
@@ -189,27 +204,25 @@ class Membership:
     def _stop_waiting(self, gone: Callable[[tuple[Peer, Applicant, float]], bool]) -> None:
         for token, each in [(token, each) for token, each in self.waiting.items() if gone(each)]:
             del self.waiting[token]
-            self.listener.forget(each[0])
+            self._forget(each[0])
 
-    def _start(self) -> None:
-        self.started, self.started_at = True, time.monotonic()
+    def _start(self, now: float) -> None:
+        self.started, self.started_at = True, now
         waiting, self.waiting = self.waiting, {}
         last = len(waiting)
         for peer, applicant, _ in sorted(waiting.values(), key=lambda w: last if w[1].slot is None else w[1].slot):
-            self._admit(peer, applicant)
+            self._admit(peer, applicant, now)
 
-    def _admit(self, peer: Peer, applicant: Applicant) -> None:
+    def _admit(self, peer: Peer, applicant: Applicant, now: float) -> None:
         self._last_session += 1
-        session, token = self._last_session, applicant.token
-        first, slot = self.clock.join(session), self._free_slot(applicant.slot)
+        session, slot = self._last_session, self._free_slot(applicant.slot)
         pool = Pool(self._terms["policy"], Staleness.at_start(self._layers, 1), self._terms["window"])
-        now = time.monotonic()
-        member = Member(peer, session, slot, token, applicant.name, pool, now, now, Allowance(now))
-        member.accepted_steps = self.accepted_steps.pop(token, None)
-        self.active[session] = member
+        who = partial(Member, peer=peer, session=session, slot=slot, token=applicant.token, name=applicant.name)
+        member = self.clock.join(session, partial(who, pool=pool, heard=now, since=now, allowance=Allowance(now)))
+        member.accepted_steps = self.accepted_steps.pop(member.token, None)
         self.joined += 1
-        log.info("%s joins at step %d", member.label, first)
-        own = {"slot": slot, "first": first, "accepted_steps": member.accepted_steps}
+        log.info("%s joins at step %d", member.label, member.first)
+        own = {"slot": slot, "first": member.first, "accepted_steps": member.accepted_steps}
         member.welcome = with_json(MessageKind.WELCOME, session, **own, **self._terms)
         self.send(member, member.welcome)
 
@@ -222,14 +235,8 @@ class Membership:
 
     # Leaving
 
-    def evict_silent(self, heard: set[Peer], now: float) -> None:
-        """Evict members without a message for too long, and those that others have waited for too long.
-
-        heard: peers with new messages.
-        """
-        for member in self.active.values():
-            if member.peer in heard:  # noted before messages are handled, which may take long
-                member.heard = now
+    def evict_silent(self, now: float) -> None:
+        """Evict members without a message for too long, and those that others have waited for too long."""
         if now - self._checked < min(0.25, self._timeout / 8):
             return
         self._checked = now
@@ -245,51 +252,43 @@ class Membership:
                 evicted.append((member, f"{stalled} while others wait for it"))
                 _remember(self._stalled, member.session)
         for member, reason in evicted:
-            self.evict(member, reason)
+            self.evict(member, reason, now)
         longest = max(self._timeout, _WAITING_TIMEOUT)
         self._stop_waiting(lambda each: now - each[2] > longest)
 
-    def evict_unreachable(self) -> None:
-        """Evict members to which a message could not be sent."""
-        while self.unreachable:  # an eviction lets the server send to others, which may be unreachable too
-            member = self.unreachable.pop()
-            if member.session in self.active:
-                self.evict(member, "it cannot be reached")
-
-    def evict(self, member: Member, reason: str) -> None:
+    def evict(self, member: Member, reason: str, now: float) -> None:
         """Remove a member that did not leave by itself."""
         log.warning("the server evicts %s: %s", member.label, reason)
-        self.leave(member)
+        self.leave(member, now)
 
-    def leave(self, member: Member, keep_connection: bool = False) -> None:
+    def leave(self, member: Member, now: float, *, keep_connection: bool = False) -> None:
         """Remove a member: no step waits for it any more. Its accepted pushes stay accepted."""
-        self.active.pop(member.session, None)
-        due = self.clock.leave(member.session)
-        known = member.known_steps(due)
+        self.clock.leave(member.session)
+        known = member.known_steps
         self.accepted_steps.pop(member.token, None)
         if known is not None:
             self.accepted_steps[member.token] = known
-        while len(self.accepted_steps) > max(16, min(_REMEMBERED, _REMEMBERED_INTEGERS // len(due))):
+        while len(self.accepted_steps) > max(16, min(_REMEMBERED, _REMEMBERED_INTEGERS // len(member.due))):
             self.accepted_steps.pop(next(iter(self.accepted_steps)))  # the oldest
         self.left += 1
-        self.left_at = time.monotonic()
+        self.left_at = now
         if not keep_connection:
-            self.listener.forget(member.peer)
+            self._forget(member.peer)
         self.on_leave(member)
 
-    def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError) -> None:
+    def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError, now: float) -> None:
         """Tell a peer what is wrong with its message, and end its session."""
         short = " ".join(str(error).split())[:300]
         if peer not in self._refused:  # logged once per peer, so that nobody can fill the log
             _remember(self._refused, peer)
             sender = "an unknown peer" if member is None else member.label
-            self._refusals.say(time.monotonic(), "the server refuses a message of %s: %s", sender, short)
+            self._refusals.say(now, "the server refuses a message of %s: %s", sender, short)
         session = member.session if member is not None else 0
         self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
         if member is not None:
-            self.leave(member)
+            self.leave(member, now)
         else:
-            self.listener.forget(peer)
+            self._forget(peer)
 
     def ask_to_rejoin(self, peer: Peer, session: int, reason: str) -> None:
         """Tell a peer that its session is unknown or over, so that it sends HELLO again.
@@ -301,13 +300,13 @@ class Membership:
         reason = "it made no progress while others waited for it" if later else reason
         self.send_outside(peer, with_json(MessageKind.REJOIN, session, reason=reason, later=later))
         if self.by_peer(peer) is None:
-            self.listener.forget(peer)
+            self._forget(peer)
 
     def all_accepted_steps(self) -> dict[str, list[int]]:
         """Return which pushes are accepted, by token, of members and of workers that have left."""
         found = dict(self.accepted_steps)
         for member in self.active.values():
-            known = member.known_steps(self.clock.workers[member.session].due)
+            known = member.known_steps
             found |= {} if known is None else {member.token: known}
         return found
 
@@ -320,30 +319,13 @@ class Membership:
             member.blocking_since = None if member.blocking_since is None else member.blocking_since + seconds
         self.waiting = {token: (peer, a, heard + seconds) for token, (peer, a, heard) in self.waiting.items()}
 
-    def announce_end(self, reason: str, seconds: float) -> None:
-        """Tell all workers that training has ended, and wait up to `seconds` until the members have left.
-
-        Workers that say HELLO meanwhile are told too.
-        """
-        send, listener = self.send_outside, self.listener
+    def announce_end(self, reason: str) -> set[Peer]:
+        """Tell all workers that training has ended; return the members' peers, which will answer with LEAVE."""
         for member in self.active.values():
-            send(member.peer, with_json(MessageKind.STOP, member.session, reason=reason))
+            self.send_outside(member.peer, with_json(MessageKind.STOP, member.session, reason=reason))
         for peer, _, _ in self.waiting.values():
-            send(peer, with_json(MessageKind.STOP, reason=reason))
-        remaining = {member.peer for member in self.active.values()}
-        listener.on_report = lambda peer, ticket, lost: None  # reports have no effect any more
-        listener.on_gap = lambda peer: None
-        deadline = time.monotonic() + seconds
-        while remaining and time.monotonic() < deadline:
-            for peer, parts in listener.poll(0.1):
-                try:
-                    message = parse(parts)
-                except MessageError:
-                    continue
-                if message.kind is MessageKind.LEAVE:
-                    remaining.discard(peer)
-                elif peer not in remaining:
-                    send(peer, with_json(MessageKind.STOP, message.session, reason=reason))
+            self.send_outside(peer, with_json(MessageKind.STOP, reason=reason))
+        return {member.peer for member in self.active.values()}
 
 
 def _remember(recent: dict[T, None], key: T) -> None:

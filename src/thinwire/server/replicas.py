@@ -17,7 +17,7 @@ from thinwire.codec.encode import NonFinite, encode_exact, encode_shards
 from thinwire.codec.feedback import NoFeedback
 from thinwire.codec.frame import Frame, FrameReader, ShardReader
 from thinwire.errors import FrameError, MessageError, TransportError
-from thinwire.server.layout import Layout, Piece, flat, trained
+from thinwire.server.layout import Layout, flat, trained
 from thinwire.transport.base import Buffer, Peer
 from thinwire.transport.udp.recovery import unpack
 
@@ -44,10 +44,15 @@ class ReceivedShards:
             pieces = unpack(body)
         except TransportError as error:
             raise MessageError(str(error)) from None
-        self.size, self.reported = pieces.total, pieces.reported
+        self.size, self.reported, self._body = pieces.total, pieces.reported, body
         self.non_finite = any(piece == NON_FINITE for piece in pieces.arrived.values())
         found = [] if self.non_finite else sorted(pieces.arrived.items())
         self._shards = ShardReader([piece for _, piece in found], numels, exact=exact)
+
+    @property
+    def data(self) -> Tensor:
+        """The message's bytes."""
+        return torch.frombuffer(bytearray(self._body), dtype=torch.uint8)
 
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
         """Add all entries that have arrived."""
@@ -291,7 +296,7 @@ class LossyReplicas(Replicas):
             if lost:
                 gone = [shards[index] for index in lost if index < len(shards)]
                 found: dict[int, list[Tensor]] = {}
-                for tensor, positions, _ in ShardReader(gone, self.layout.numels(*place), exact=True).entries():
+                for tensor, positions, _ in ShardReader(gone, self.layout.numels[place], exact=True).entries():
                     found.setdefault(tensor, []).append(positions)
                 self._lost[session, place] = {n: torch.cat(found[n]).unique() for n in sorted(found)}
         return session, sum(map(len, shards))
@@ -363,20 +368,6 @@ class LocalParameters:
     def row(self, name: str) -> Tensor:
         """Return the exact values of a parameter, flat."""
         return self._rows[name]
-
-    def gradients(self, pieces: Sequence[Piece], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients of a part's pieces.
-
-        A parameter without a gradient is represented by its values; the codec is told to skip it.
-        """
-        rows = {}
-        for piece in pieces:
-            whole = gradients.get(piece.parameter)
-            row = self._rows[piece.parameter] if whole is None else whole.reshape(-1)
-            if row.dtype == torch.float64:
-                row = row.float()
-            rows[piece.name] = row[piece.begin : piece.end]
-        return rows
 
     def update(self, layout: Layout, layer: int, part: int, body: Buffer, *, full: bool, lossy: bool = False) -> int:
         """Bring a part up to date with a reply of the server, some shards of which may be lost.

@@ -3,23 +3,154 @@
 Gradients are pushed as the backward pass computes them. The next forward pass waits only for the layer that it needs.
 """
 
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
-from thinwire.errors import ServerError
-from thinwire.server.client import Client, OnWait, ServerConnection
+from thinwire.errors import ServerError, ThinwireError
+from thinwire.server.client import HELLO_EVERY, Client, StepTimes, WorkerTimings
 from thinwire.server.layout import trained
 from thinwire.server.protocol import Session, Waiting, hello_of, server_codec
-from thinwire.server.timings import StepTimes, WorkerTimings
 from thinwire.transport.addresses import connect
 from thinwire.transport.base import Connection
+
+T = TypeVar("T")
+OnWait = Callable[[Waiting], None]
+# Seconds in which the last gradients may be acknowledged when a worker leaves.
+_LEAVE_TIMEOUT = 2.0
+
+
+class ClientThread(threading.Thread):
+    """Drives a client: all its input and output, in a thread of its own. The worker's thread waits here.
+
+    patience: raise ServerError after so many seconds without a message from the server.
+    """
+
+    def __init__(
+        self, client: Client, connection: Connection, address: str, patience: float, on_wait: OnWait | None
+    ) -> None:
+        super().__init__(name="thinwire-worker", daemon=True)
+        self.client, self.connection = client, connection
+        self._address, self._patience, self._on_wait = address, patience, on_wait
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()  # held while a message changes the client's state
+        self._blocked: tuple[str, float] | None = None  # what the worker's thread waits for, and since when
+        self._error: Exception | None = None
+        self._ending = False
+        connection.on_report = client.on_report
+
+    # For the worker's thread
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Let the client's thread call something."""
+        self._jobs.append(job)
+        self.connection.wake()
+
+    def leave(self) -> None:
+        """Leave the training and end the thread."""
+        self._ending = True
+        self.connection.wake()
+        if self.ident is not None:
+            self.join(10.0)
+
+    def wait(self, layers: Sequence[int], clock: int) -> bool:
+        """Wait until these layers are fresh enough for a step; return False if the session or the training ended."""
+        return self._wait_for(lambda: self.client.arrived(layers, clock), f"the parameters of step {clock}")
+
+    def wait_for_session(self) -> Session | None:
+        """Wait until the server has admitted this worker; return None if training has ended."""
+        client = self.client
+
+        def admitted() -> tuple[Session | None] | None:
+            return None if client.session is None and client.stopped is None else (client.accept_session(),)
+
+        client.request_session(time.monotonic())
+        self.connection.wake()
+        return self._wait_for(admitted, "other workers to join, before training begins")[0]
+
+    def waiting(self) -> Waiting | None:
+        """Return what the worker's thread waits for and how long it has, or None if it does not wait."""
+        blocked, session, now = self._blocked, self.client.session, time.monotonic()
+        if blocked is None or self.client.stopped is not None:
+            return None
+        silent = now - self.client.heard
+        # A live server answers each HELLO message and each heartbeat.
+        if not self.client.received or silent > (2 * HELLO_EVERY if session is None else session.timeout / 2):
+            return Waiting(f"an answer from {self._address}", silent)
+        return Waiting(blocked[0], now - blocked[1])
+
+    def _wait_for(self, outcome: Callable[[], T | None], what: str) -> T:
+        """Wait until there is an outcome, and return it. Raise an error of the client's thread."""
+        try:
+            while True:
+                with self._changed:
+                    if self._error is not None and self.client.stopped is None:  # after the end the server may be gone
+                        raise self._error
+                    if (found := outcome()) is not None:
+                        return found
+                    self._blocked = self._blocked or (what, time.monotonic())
+                    self._changed.wait(1.0)
+                self._check_server()
+        finally:
+            self._blocked = None
+
+    def _check_server(self) -> None:
+        """Raise ServerError if the server has been silent for too long; tell the owner what the worker waits for."""
+        # As long as any message arrives the server is alive, and other workers are slow.
+        if time.monotonic() - self.client.heard > self._patience:
+            raise ServerError(f"no message from the server has arrived for {self._patience:g} s: is it still running?")
+        waiting = self.waiting()
+        if self._on_wait is not None and waiting is not None and waiting.seconds >= 1.0:
+            self._on_wait(waiting)
+
+    # The client's thread
+
+    def run(self) -> None:
+        client = self.client
+        try:
+            while not self._ending:
+                self._turn()
+            until = time.monotonic() + _LEAVE_TIMEOUT
+            # The server acknowledges the gradients of the last step when they arrive.
+            while (self._jobs or client.pushes.busy) and client.goes_on and time.monotonic() < until:
+                self._turn()
+            client.leave(time.monotonic())
+            self._transmit()
+        except Exception as error:
+            self._error = error if isinstance(error, ThinwireError) else ServerError(f"the worker failed: {error}")
+            self._error.__cause__ = error.__cause__ if self._error is error else error
+        finally:
+            self.connection.close()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _turn(self) -> None:
+        self.client.on_timer(time.monotonic())
+        while self._jobs:
+            self._jobs.popleft()()
+        self._transmit()
+        for parts in self.connection.poll(0.0 if self._jobs else self.client.pause):
+            with self._changed:
+                if self.client.receive(parts, time.monotonic()):
+                    self._changed.notify_all()
+        self._transmit()
+
+    def _transmit(self) -> None:
+        client = self.client
+        client.piece_bytes = self.connection.piece_bytes  # the server may have told it another mtu
+        while (out := client.next_outgoing(time.monotonic())) is not None:
+            if out.shards is None:
+                self.connection.send(out.parts)
+            else:
+                client.on_ticket(out, self.connection.send_pieces(bytes(out.parts[0]), out.shards))
 
 
 class Worker:
@@ -52,14 +183,13 @@ class Worker:
         on_wait: OnWait | None = None,
     ) -> None:
         self.model, self.overlap = model, overlap
-        self._patience = patience
         self._parameters = trained(model)
         self._names = {id(p): name for name, p in self._parameters.items()}
         chosen = None if codec is None else server_codec(codec)
         connection = connect(address, keys=keys) if isinstance(address, str) else address
         try:
-            server = ServerConnection(connection, address if isinstance(address, str) else "the server")
-            self._client = Client(server, model, chosen, hello_of(model, recipe, slot, name))
+            hello, now = hello_of(model, recipe, slot, name), time.monotonic()
+            self._client = Client(model, chosen, hello, now, piece_bytes=connection.piece_bytes)
         except BaseException:
             connection.close()
             raise
@@ -70,12 +200,13 @@ class Worker:
         self._pushed: set[int] = set()
         self._called: set[str] = set()
         self._called_layers: set[int] = set()
-        self._client.state.on_wait = on_wait
         self._accumulating = False
-        self._client.thread.start()
+        where = address if isinstance(address, str) else "the server"
+        self._thread = ClientThread(self._client, connection, where, patience, on_wait)
+        self._thread.start()
         try:
             self._synchronise()
-            self.timings.begin()
+            self.timings.begin(time.monotonic())
             if self._session is not None and overlap:
                 self._install()
         except BaseException:
@@ -88,7 +219,7 @@ class Worker:
         """Push the gradients that are not pushed yet, and go on to the next step. After the end it does nothing."""
         if self.stopped is not None or self._session is None:
             return
-        self.timings.computed()
+        self.timings.computed(time.monotonic())
         session, layers = self._session, range(len(self._session.layout.layers))
         # A layer that this step does not use was pulled all the same. Its push must not overtake that pull.
         unused = [i for i in layers if i not in self._pushed and i not in self._called_layers]
@@ -102,7 +233,7 @@ class Worker:
         # No hook tells when the parameters of a module that is not called are used, so they are waited for now.
         called = [self._called.issuperset(layer.modules) for layer in session.layout.layers]
         self._begin_step()
-        if self._client.state.lost or self._client.state.session is None:
+        if self._client.lost or self._client.session is None:
             self._synchronise()
             return
         early = [i for i in layers if not self.overlap or not called[i]]
@@ -132,12 +263,12 @@ class Worker:
 
     def waiting(self) -> Waiting | None:
         """Return what the worker waits for and how long it has, or None if it does not wait. Any thread may ask."""
-        return self._client.state.waiting()
+        return self._thread.waiting()
 
     @property
     def stopped(self) -> str | None:
         """Why the server has ended training, or None while it goes on."""
-        return self._client.state.stopped
+        return self._client.stopped
 
     @property
     def slot(self) -> int:
@@ -183,18 +314,19 @@ class Worker:
 
         Figures are numbers, None, short texts, and lists with a number for each layer. ValueError for anything else.
         """
-        self._client.report(figures)
+        message = self._client.figures(figures)
+        self._thread.submit(lambda: self._client.report(message, time.monotonic()))
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received so far."""
-        return self._client.server.sent, self._client.server.received
+        return self._client.sent, self._client.received
 
     def losses(self) -> dict[str, float]:
         """Return the datagrams sent and lost so far, and the magnitudes that were added to the residual for them.
 
         All are 0 with transports that lose nothing.
         """
-        figures = self._client.server.connection.figures()
+        figures = self._thread.connection.figures()
         sent, lost = (int(figures.get(name, 0)) for name in ("datagrams_sent", "datagrams_lost"))
         return {"datagrams": sent, "datagrams_lost": lost, "restored": self._client.pushes.restored}
 
@@ -203,7 +335,7 @@ class Worker:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._client.leave()
+        self._thread.leave()
 
     def __enter__(self) -> "Worker":
         return self
@@ -216,13 +348,13 @@ class Worker:
     def _synchronise(self) -> None:
         """Wait for a session and for all parameters in full, at the step that the server gives."""
         while True:
-            session = self._client.state.wait_for_session(self._patience)
+            session = self._thread.wait_for_session()
             if session is None:
                 return
             self._session, self.clock = session, session.first
             self._begin_step()
             self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
-            self._client.fetch(session, self.clock)
+            self._thread.submit(partial(self._fetch, session, self.clock))
             if self._await(list(range(len(session.layout.layers)))) or self.stopped is not None:
                 return
 
@@ -235,9 +367,12 @@ class Worker:
 
     def _await(self, layers: list[int]) -> bool:
         began = time.monotonic()
-        arrived = self._client.state.wait(layers, self.clock, self._patience)
-        self.timings.waited(layers, self.clock, began)
+        arrived = self._thread.wait(layers, self.clock)
+        self.timings.waited(layers, self.clock, began, time.monotonic())
         return arrived
+
+    def _fetch(self, session: Session, clock: int) -> None:
+        self._client.fetch(session, clock, time.monotonic())
 
     # Hooks
 
@@ -279,5 +414,5 @@ class Worker:
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         for parameter in parameters.values():
             parameter.grad = None  # the client's thread reads it from now on
-        self.timings.note(self.timings.ready, layer, self.clock)
-        self._client.push(session, layer, self.clock, gradients)
+        self.timings.note(self.timings.ready, layer, self.clock, time.monotonic())
+        self._thread.submit(partial(self._client.push, session, layer, self.clock, gradients))

@@ -35,9 +35,9 @@ class Run:
     parameters: int
     seed: int = 0
     rate: str = "none"  # of each worker's link: "100mbit", or "none" where nothing is shaped
-    # With a parameter server: the transport, with udp also the setting on_loss, and the share of lost packets.
-    transport: str = ""
-    packet_loss: float = 0.0
+    delay: str = ""  # one way, between any two emulated hosts: "25ms", or "25ms, h3 80ms"
+    packet_loss: float = 0.0  # share of packets that the emulated links lose
+    transport: str = ""  # to a parameter server; with udp also the setting on_loss
     metric: str = "accuracy"
     higher_is_better: bool = True  # of the metric; logs that do not say so have such a metric
     target: float = math.nan
@@ -116,7 +116,11 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The last record: why the run ended, and its totals (bytes of the ranks whose steps are in the log)."""
+    """The last record: why the run ended, and its totals (bytes of the ranks whose steps are in the log).
+
+    Where the lab's delay line delayed packets: its share of one core, the 99th percentile of its lateness, and how many
+    packets it passed on and dropped during the run.
+    """
 
     event: ClassVar[str] = "end"
     reason: str
@@ -124,6 +128,10 @@ class End:
     wall: float
     bytes_sent: int
     bytes_received: int
+    delay_line_share: float = math.nan
+    delay_line_p99_late_ms: float = math.nan
+    delay_line_packets: int = 0
+    delay_line_dropped: int = 0
 
 
 Event = Run | Step | Eval | Histogram | Diagnosis | Resume | End
@@ -219,11 +227,15 @@ class EventLog:
         for mirror in self._mirrors:
             mirror(event)
 
-    def end(self, reason: str) -> End:
-        """Write the last record; the reason is `target`, `max_steps`, `interrupted` or `failed`."""
+    def end(self, reason: str, **delay_line: float) -> End:
+        """Write the last record; the reason is `target`, `max_steps`, `interrupted` or `failed`.
+
+        delay_line: the record's figures of the delay line, where one ran.
+        """
         if reason not in REASONS:
             raise ValueError(f"the reason of the end must be one of {', '.join(REASONS)}, not {reason!r}.")
         end = self.log.totals(reason) if self._sums is None else replace(self._sums, reason=reason)
+        end = replace(end, **delay_line)  # type: ignore[arg-type]
         self.write(end)
         return end
 

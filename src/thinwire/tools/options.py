@@ -1,7 +1,8 @@
 """Options that several commands share, under one name each, and helpers for what commands write.
 
-Names: `--workers` training processes, `--rate` and `--delay` of every link, `--methods` a list of ways to average
-gradients and `--method` one of them, `--json PATH` figures for machines (`-` is stdout), `--report PATH` a page.
+Names: `--workers` training processes, `--rate`, `--delay` and `--loss` of every link and `--preset` for all three,
+`--host-delay` of one host, `--methods` a list of ways to average gradients and `--method` one of them, `--json PATH`
+figures for machines (`-` is stdout), `--report PATH` a page.
 """
 
 import json
@@ -16,8 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
+from thinwire.tools.lab.presets import PRESETS, find_preset
+
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from thinwire.tools.lab.links import LinkSettings
 
 LINE_EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 STDOUT = Path("-")
@@ -53,6 +58,10 @@ Workers = Annotated[int, typer.Option(min=2, help="Workers: training processes, 
 WorkerCounts = Annotated[str, typer.Option("--workers", help="Numbers of workers, comma-separated.")]
 Rate = Annotated[str, typer.Option(help="Rate of every worker's link: 100mbit; none leaves it unlimited.")]
 Delay = Annotated[str, typer.Option(help="One-way delay between two workers: 200us, 5ms.")]
+Delays = Annotated[str, typer.Option("--delay", help="One-way delay between two hosts: 25ms; several: 0,10ms,25ms.")]
+HostDelay = Annotated[list[str] | None, typer.Option(help="Delay of one host: 3=80ms; may be repeated.")]
+Loss = Annotated[str, typer.Option(help="Share of packets lost between two hosts: 1%.")]
+Preset = Annotated[str | None, typer.Option(help=f"Network: {', '.join(PRESETS)}; options override it.")]
 Method = Annotated[str, typer.Option(help="How gradients are averaged: dense, fp16, a preset, a density, auto.")]
 Methods = Annotated[str, typer.Option(help="Methods to average gradients, comma-separated.")]
 
@@ -101,14 +110,31 @@ def parse_counts(text: str, option: str = "--workers", *, least: int = 2, most: 
     return sorted({int(item) for item in items})
 
 
-def link_rate(text: str | None) -> str | None:
-    """Check the rate of the emulated links; None means that nothing is shaped."""
-    from thinwire.tools.lab.units import parse_rates
+def network_figures(context: typer.Context) -> dict[str, str]:
+    """Return rate, delay and loss: what was typed, else the preset's figures, else the options' defaults."""
+    names = [name for name in ("rate", "delay", "loss") if name in context.params]
+    found: dict[str, str] = {name: context.params[name] for name in names}
+    if (preset := context.params.get("preset")) is not None:
+        figures = find_preset(preset)
+        fixed = typed(context, names)
+        found |= {name: getattr(figures, name) for name in names if name not in fixed}
+    return found
 
-    if text is None or text == "none":
-        return None
-    parse_rates(text)
-    return text
+
+def link_settings(context: typer.Context, hosts: int | None = None, **instead: str) -> "list[LinkSettings]":
+    """Return the emulated links that the options ask for, once for each delay.
+
+    hosts: number of hosts, of which --host-delay may name one. `instead` replaces figures.
+    """
+    from thinwire.tools.lab.links import LinkSettings, parse_hosts
+
+    figures = {"delay": "0", "loss": "0%"} | network_figures(context) | instead
+    rate = None if figures["rate"] == "none" else figures["rate"]
+    single = tuple(parse_hosts(context.params.get("host_delay"), "--host-delay", "3=80ms").items())
+    found = [LinkSettings(rate, delay, figures["loss"], single) for delay in listed(figures["delay"], "--delay")]
+    if hosts is not None and found[0].emulated:
+        found[0].lab(hosts)  # checks its arguments; nothing is built
+    return found
 
 
 def needed_rate(text: str, option: str = "--rate") -> int:
@@ -154,6 +180,16 @@ def json_lines(path: Path | None) -> Iterator[Callable[[Any], None]]:
         return
     with nullcontext(_json_stream or sys.stdout) if path == STDOUT else path.open("w", encoding="utf-8") as file:
         yield lambda figures: print(json.dumps(figures), file=file, flush=True)
+
+
+def by_delay(figures: Sequence[Any]) -> Any:
+    """Return the figures of one delay as they are, those of several as the list `delays`."""
+    return figures[0] if len(figures) == 1 else {"delays": list(figures)}
+
+
+def caption(*notes: str) -> str:
+    """Return the caption of a table from notes, of which some may be empty."""
+    return ". ".join(filter(None, notes))
 
 
 def verdict(bars: Iterable[bool | None]) -> int:

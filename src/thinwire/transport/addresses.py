@@ -10,9 +10,8 @@ import re
 import socket
 
 from thinwire.errors import ThinwireError, TransportError
-from thinwire.transport.base import Connection, Listener
+from thinwire.transport.base import Connection, Listener, check_mtu
 from thinwire.transport.keys import worker_keys
-from thinwire.transport.limits import check_mtu
 
 KeyPath = str | os.PathLike[str] | None
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from mpi4py import MPI
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer, Side, T
-from thinwire.transport.limits import MOST_PARTS, views
+from thinwire.transport.base import LARGEST, MOST_PARTS, Buffer, Connection, Listener, Parts, Peer, Side, T, views
 
 log = logging.getLogger("thinwire.transport")
 

@@ -19,9 +19,22 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import LARGEST, Buffer, Connection, Listener, Parts, Peer, Side, T
+from thinwire.transport.base import (
+    AT_ONCE,
+    LARGEST,
+    MOST_PARTS,
+    Buffer,
+    Connection,
+    Listener,
+    LogLimit,
+    Parts,
+    Peer,
+    Side,
+    T,
+    acceptable,
+    views,
+)
 from thinwire.transport.keys import Keys, allowed_keys, server_keys
-from thinwire.transport.limits import AT_ONCE, MOST_PARTS, LogLimit, acceptable, views
 
 log = logging.getLogger("thinwire.transport")
 

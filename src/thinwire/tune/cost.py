@@ -87,7 +87,7 @@ class Measured(Cost):
     """A fixed time and a time per bit, fitted to measured exchanges with exponentially decaying weights.
 
     A link feeds it, with figures that all ranks agree on. Where frames hardly vary in size the two cannot be told
-    apart, and all of the exchange counts as time per bit.
+    apart, and all of the exchange beyond the latency that was measured counts as time per bit.
     """
 
     decay: float = 0.95  # weight of an observation after the next one: closer to 1 is steadier and adapts more slowly
@@ -98,13 +98,17 @@ class Measured(Cost):
         if not 0.0 < self.decay < 1.0:
             raise ValueError(f"Measured needs a decay between 0 and 1, not {self.decay}")
 
-    def observe(self, bits: float, seconds: float, *, beside: float | None = None) -> None:
-        """Record that exchanging `bits` took `seconds`; `beside` is the rest of the step's time."""
-        new = (1.0, bits, seconds, bits * bits, bits * seconds)
+    def observe(self, bits: float, seconds: float, *, latency: float = 0.0, beside: float | None = None) -> None:
+        """Record that exchanging `bits` took `seconds`, of which messages were on their way for `latency` at least.
+
+        beside: the rest of the step's time.
+        """
+        rest = max(seconds - latency, 0.0)
+        new = (1.0, bits, rest, bits * bits, bits * rest)
         self._sums = [self.decay * old + value for old, value in zip(self._sums, new, strict=True)]
         if beside is not None:
             rate = 1.0 if self._beside == 0.0 else 1.0 - self.decay
-            self._beside += rate * (beside - self._beside)
+            self._beside += rate * (beside + min(latency, seconds) - self._beside)
 
     @property
     def known(self) -> bool:

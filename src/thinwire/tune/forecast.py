@@ -5,6 +5,7 @@ Arithmetic only: the same figures give the same decision on every rank.
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -34,6 +35,7 @@ class Tiers:
     per_machine: int
     inside: LinearTime  # reduce and broadcast, by the bytes of the vector
     between: LinearTime  # all-gather, by the bytes of each machine's message
+    latency: float = 0.0  # as that of a `Network`, between machines
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,30 @@ class Network:
     gather: LinearTime  # all-gather, by the bytes of each rank's message
     reduce: LinearTime  # all-reduce, by the bytes of the vector
     tiers: Tiers | None = None  # for machines of several ranks each
-    rate: float = 0.0  # bits per second of a rank's link, if it was measured by itself
+    latency: float = 0.0  # seconds of a message's way, during which other messages can be sent
 
     @classmethod
     def ideal(cls, world: int, bandwidth: float, latency: float) -> "Network":
-        """A network of links with `bandwidth` bits per second and `latency` seconds per round of a ring."""
+        """A network of links with `bandwidth` bits per second, whose messages take `latency` seconds, one way.
+
+        An all-gather sends to all ranks at once, in one round; an all-reduce is a ring of 2 (world - 1) rounds.
+        """
         byte, others = 8.0 / bandwidth, world - 1
         return cls(
             world,
-            LinearTime(others * latency, others * byte),
+            LinearTime(latency, others * byte),
             LinearTime(2 * others * latency, 2 * others / max(world, 1) * byte),
+            latency=latency,
+        )
+
+    def at_rate(self, bandwidth: float) -> "Network":
+        """The same network with links of another rate."""
+        other = Network.ideal(self.world, bandwidth, 0.0)
+        return replace(
+            self,
+            gather=replace(self.gather, per_byte=other.gather.per_byte),
+            reduce=replace(self.reduce, per_byte=other.reduce.per_byte),
+            tiers=None,
         )
 
     def scatter(self, size: float) -> float:
@@ -62,11 +78,12 @@ class Network:
 
     @property
     def bandwidth(self) -> float:
-        """Bits per second that a rank can send: measured by itself, or estimated from all-gathers."""
-        return self.rate or 8.0 * max(self.world - 1, 1) / self.gather.per_byte
+        """Bits per second that a rank can send. The better of two estimates, because all that disturbs takes time."""
+        others = max(self.world - 1, 1)
+        return 8.0 * others * max(1.0 / self.gather.per_byte, 2.0 / max(self.world, 2) / self.reduce.per_byte)
 
     def __str__(self) -> str:
-        return f"{self.bandwidth / 1e6:,.0f} Mbit/s and {1e3 * self.gather.fixed:.1f} ms for {self.world} ranks"
+        return f"{self.bandwidth / 1e6:,.0f} Mbit/s and {1e3 * self.gather.fixed:.1f} ms a round for {self.world} ranks"
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,8 @@ class Setting:
 
 # A link exchanges a bucket of fewer elements together with the next: a collective costs more than overlapping it gains.
 JOINED_BELOW = 1 << 19
+# All-reduces that Gloo runs at the same time.
+_ALL_REDUCES = 2
 # Time to encode an entry that is sent, relative to reading an element that is not.
 _ENTRY = 17.0
 # Size of a frame in parts, one for each rank, relative to one frame: headers and spare bytes of each part.
@@ -168,12 +187,20 @@ def frame_bytes(setting: Setting, elements: int) -> float:
     return 64.0 + 1.04 * setting.density * elements * each / 8.0
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of an exchange: seconds of computing, then of a message on this rank's link, then of its way."""
+
+    compute: float
+    transfer: float = 0.0
+    latency: float = 0.0
+
+
 def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
-    """Forecast a step: buckets are exchanged one after the other, each as soon as it is ready."""
-    done = -math.inf
+    """Forecast a step, whose buckets are under way at the same time, each as soon as it is ready."""
     work = work.together() if setting.compressed else work
-    for elements, ready in zip(work.buckets, work.ready, strict=True):
-        done = max(done, ready) + _exchange(setting, work, network, elements)
+    stages = [_stages(setting, work, network, elements) for elements in work.buckets]
+    done = _last_done(work.ready, stages, None if setting.compressed else _ALL_REDUCES)
     alpha = 1.0 if not setting.compressed or work.alpha is None else at_density(work.alpha, setting.density)
     return Forecast(setting, work.compute + max(done, 0.0), sent(setting, work, network), alpha)
 
@@ -189,23 +216,61 @@ def sent(setting: Setting, work: Workload, network: Network) -> float:
     return frame * (world - 1) if setting.exchange == "gather" else 2.0 * _SCATTERED * frame * (world - 1) / world
 
 
-def _exchange(setting: Setting, work: Workload, network: Network, elements: int) -> float:
-    """Seconds from a full bucket to its mean."""
-    share = elements / max(work.elements, 1)
+def _stages(setting: Setting, work: Workload, network: Network, elements: int) -> list[_Stage]:
+    """The stages from a full bucket to its mean."""
+    share, world = elements / max(work.elements, 1), network.world
     if not setting.compressed:
-        return network.reduce(setting.width * elements) + (work.copy * share if setting.width < 4 else 0.0)
+        copy = work.copy * share if setting.width < 4 else 0.0
+        reduce = network.reduce
+        return [_Stage(copy, reduce.per_byte * setting.width * elements, reduce.fixed), _Stage(0.0)]
     times = work.times(setting)
+    encode, decode, frame = share * times.encode, share * times.decode, share * times.frame
     if setting.exchange == HIERARCHICAL:
         tiers = _tiers(network)
-        machines = network.world / tiers.per_machine
-        within = tiers.inside(4.0 * elements)
-        return within + share * (times.encode + machines * times.decode) + tiers.between(share * times.frame)
+        first = _message(tiers.between, tiers.latency, tiers.inside(4.0 * elements) + encode, frame)
+        return [first, _Stage(world / tiers.per_machine * decode)]
     if setting.exchange == "gather":
-        return share * (times.encode + network.world * times.decode) + network.gather(share * times.frame)
+        return [_message(network.gather, network.latency, encode, frame), _Stage(world * decode)]
     # Each rank encodes twice: its own entries, and the sums of its share. It decodes its share, then all results.
-    entries = _ENTRY * setting.density
-    second = times.encode * (1.0 + entries / network.world) / (1.0 + entries)
-    return share * (times.encode + second + 2.0 * times.decode) + network.scatter(_SCATTERED * share * times.frame)
+    entries, part = _ENTRY * setting.density, _SCATTERED * frame / world
+    second = encode * (1.0 + entries / world) / (1.0 + entries)
+    return [
+        _message(network.gather, network.latency, encode, part),
+        _message(network.gather, network.latency, second + decode, part),
+        _Stage(decode),
+    ]
+
+
+def _message(time: LinearTime, latency: float, compute: float, size: float) -> _Stage:
+    """A stage that sends `size` bytes. What the fixed time of a message has beyond the latency keeps the rank busy."""
+    return _Stage(compute + max(time.fixed - latency, 0.0), time.per_byte * size, min(latency, time.fixed))
+
+
+def _last_done(ready: Sequence[float], buckets: Sequence[Sequence[_Stage]], at_once: int | None) -> float:
+    """When the last stage of the last bucket ends.
+
+    One thread computes, and begins buckets as soon as they are ready; messages leave one after the other. At most
+    `at_once` buckets are under way at the same time.
+    """
+    computed = sent = done = -math.inf
+    under_way: deque[tuple[float, Sequence[_Stage]]] = deque()  # when the messages arrive, and what follows
+
+    def run(at: float, stages: Sequence[_Stage]) -> None:
+        nonlocal computed, sent, done
+        computed = max(computed, at) + stages[0].compute
+        if len(stages) == 1:
+            done = max(done, computed)
+            return
+        sent = max(sent, computed) + stages[0].transfer
+        under_way.append((sent + stages[0].latency, stages[1:]))
+
+    for at, stages in zip(ready, buckets, strict=True):
+        while under_way and (under_way[0][0] <= max(at, computed) or len(under_way) == at_once):
+            run(*under_way.popleft())
+        run(at, stages)
+    while under_way:
+        run(*under_way.popleft())
+    return done
 
 
 def _tiers(network: Network) -> Tiers:

@@ -64,11 +64,26 @@ PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
         "For updates of any optimizer: sends a rotating 8 % of the entries in 2 bits; the positions take no bytes.",
         lambda: Codec(Rotate(0.08), Bits(2)),
     ),
+    "local4": (
+        "Local steps: the change of 4 steps, as low-rank projections with 0.6 numbers per element in 2 bits.",
+        lambda: Codec(LowRank(0.6, max_rank=256), Bits(2)),
+    ),
+    "local16": (
+        "Local steps: the whole change of 16 steps in 4 bits.",
+        lambda: Codec(LowRank(1.0), Bits(4)),
+    ),
+    "local64": (
+        "Local steps: the change of 64 steps, as low-rank projections with 0.6 numbers per element in 2 bits.",
+        lambda: Codec(LowRank(0.6, max_rank=256), Bits(2)),
+    ),
     "dense": (
         "Sends everything in 32 bits.",
         lambda: Codec(TopK(1.0), Float32(), NoFeedback()),
     ),
 }
+
+# Presets with local steps: how many the optimizer takes between two exchanges, which overlap the next ones.
+LOCAL = {"local4": 4, "local16": 16, "local64": 64}
 
 
 def resolve_codec(what: Codec | Selection | float | str) -> Codec:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyroute2
 import pytest
 
 import thinwire.tools.lab
 from tests.needs import missing, needs
 from tests.tools.lab import kills
+from thinwire import _native
 from thinwire.errors import LabError
 from thinwire.tools.lab import Lab, registry
 from thinwire.tools.lab.measure import loss
@@ -76,8 +78,20 @@ def test_an_exception_leaves_nothing(mark: str) -> None:
 
 def test_killed_labs_leave_nothing(mark: str) -> None:
     needs("loss")
-    for number in range(10):
-        kills.one_kill(number, mark)
+    needs("delay line")
+    for number in range(6):
+        kills.one_kill(mark, number, 0.15 * number)
+
+
+@pytest.mark.long
+def test_fifty_labs_killed_in_random_states_leave_nothing() -> None:
+    """The labs run on an emulated host, where all processes and namespaces but the test's own are theirs."""
+    needs("loss")
+    with Lab(1) as lab:
+        result = lab.run([sys.executable, "-m", "tests.tools.lab.kills", "--runs", "50"], timeout=280)
+    said = "\n".join(result.hosts[0].lines)
+    assert result.exit_code == 0, said
+    assert "50 labs killed: no process, namespace, device or run file is left." in said
 
 
 def test_a_forked_child_neither_closes_nor_keeps_the_lab(mark: str) -> None:
@@ -152,13 +166,16 @@ def test_sixty_four_hosts_work(mark: str) -> None:
 
 def test_without_root(mark: str) -> None:
     needs("loss")
+    needs("delay line")
     if os.geteuid() != 0:
         with Lab(1) as lab:
             assert lab.mode == "user namespace"
         return
     script = (
-        "import os, sys\nfrom thinwire.tools.lab import Lab\nwith Lab(2, rate='10mbit', loss='1%') as lab:\n"
-        " print(lab.mode, lab.run(['id', '-u']).hosts[1].lines[0])\n lab.cut(0); lab.kill(1)"
+        "import os, sys\nfrom thinwire.tools.lab import Lab\n"
+        "with Lab(2, rate='10mbit', loss='1%', delay='5ms', delay_line=True) as lab:\n"
+        " print(lab.mode, lab.run(['id', '-u']).hosts[1].lines[0], lab.delay_figures().scheduling)\n"
+        " lab.cut(0); lab.kill(1)"
     )
     source = Path(thinwire.tools.lab.__file__ or "").parents[2]
     with tempfile.TemporaryDirectory() as directory:
@@ -167,6 +184,9 @@ def test_without_root(mark: str) -> None:
         shutil.copytree(source / "tools" / "lab", package / "tools" / "lab")
         for name in ("__init__.py", "_lazy.py", "errors.py", "tools/__init__.py"):
             shutil.copy(source / name, package / name)
+        for program in (Path(_native.__file__), Path(_native.__file__).parent / "delay_line"):
+            shutil.copy(program, package / program.name)
+        shutil.copytree(Path(pyroute2.__file__).parent, Path(directory) / "pyroute2")
         result = subprocess.run(
             [_python_of_everybody(), "-c", script],
             env={**os.environ, "PYTHONPATH": directory, "XDG_RUNTIME_DIR": ""},
@@ -178,7 +198,7 @@ def test_without_root(mark: str) -> None:
             group=65534,
             extra_groups=[],
         )
-    assert result.stdout == "user namespace 65534\n", result.stderr
+    assert result.stdout == "user namespace 65534 normal priority\n", result.stderr
 
 
 def _python_of_everybody() -> str:

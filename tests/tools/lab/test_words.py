@@ -1,4 +1,4 @@
-"""Arguments of the lab and the input of tc and nft; these tests build no lab."""
+"""Arguments of the lab and the messages that it sends to the kernel; these tests build no lab."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.tools.lab import kills
 from thinwire.tools.cli import run
 from thinwire.tools.lab import check, command, launching, registry
 from thinwire.tools.lab.launching import HostTraffic, parse_counters
-from thinwire.tools.lab.shaping import FRAME, bucket, loss_rules, queue_lines
+from thinwire.tools.lab.shaping import FRAME, bucket
 from thinwire.tools.lab.units import Rates, format_rate, parse_delay, parse_loss, parse_rate, parse_rates
 
 
@@ -69,25 +69,9 @@ def test_losses_and_delays() -> None:
 
 @pytest.mark.parametrize("rate", [8000, 10**7, 10**8, 10**9])
 def test_a_bucket_holds_packets_and_a_queue(rate: int) -> None:
-    words = bucket(rate).split()
-    burst, limit = int(words[words.index("burst") + 1]), int(words[words.index("limit") + 1])
+    burst, queue = bucket(rate)
     assert burst > 8 * FRAME  # a bundle
-    assert limit - burst >= 100 * FRAME
-
-
-def test_netem_delays_with_the_token_bucket_inside() -> None:
-    outer, inner = queue_lines("eth0", 10**7, delay=0.005, loss=0.01)
-    assert "root handle 3: netem limit" in outer
-    assert outer.endswith("delay 5000us loss 1%")
-    assert inner.startswith("qdisc replace dev eth0 parent 3:1 handle 4: tbf rate 10000000bit")
-
-
-def test_loss_rules_name_only_lossy_hosts() -> None:
-    rules = loss_rules({0: 0.0, 3: 0.05})
-    assert "meta mark < 50000 drop" in rules
-    assert '"h3"' in rules
-    assert '"h0"' not in rules
-    assert loss_rules({0: 0.0}).endswith("delete table bridge thinwire\n")
+    assert queue >= 100 * FRAME
 
 
 def test_counters_are_those_of_the_hosts_not_of_the_switch() -> None:
@@ -98,7 +82,7 @@ def test_counters_are_those_of_the_hosts_not_of_the_switch() -> None:
 def test_the_summary_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     traffic = HostTraffic(10**10, 10**8, 10**10, 10**8)
     hosts = tuple(launching.HostResult(host, -15, 3600.12, 3600.12, traffic, ()) for host in (0, 249))
-    command._summary(launching.RunResult(143, None, 12345.67, hosts), 1.5)
+    command._summary(launching.RunResult(143, None, 12345.67, hosts), 1.5, "")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 4 and max(map(len, lines)) <= 80
     assert "packets in" in lines[1] and "10000.000" in lines[3]
@@ -167,9 +151,10 @@ def test_a_run_file_that_is_left_is_a_failure(tmp_path: Path, monkeypatch: pytes
     before = registry.directory() / f"tw{10**8}-old.hosts"
     before.write_text("")
     monkeypatch.setattr(kills, "machine", dict)
-    monkeypatch.setattr(kills, "one_kill", lambda number, mark: None)
+    monkeypatch.setattr(kills, "namespaces", list)
+    monkeypatch.setattr(kills, "one_kill", lambda mark, number, wait: None)
     kills.main(runs=1)  # files from before the run do not count
-    monkeypatch.setattr(kills, "one_kill", lambda number, mark: before.write_text(""))
+    monkeypatch.setattr(kills, "one_kill", lambda mark, number, wait: before.write_text(""))
     with pytest.raises(typer.Exit) as caught:
         kills.main(runs=1)
     assert caught.value.exit_code == 1

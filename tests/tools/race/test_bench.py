@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from thinwire.tools.bench import advice, server, udp
+from thinwire.tools.bench import BenchLab, advice, judge, server, udp
 from thinwire.tools.bench import codec as bars
 from thinwire.tools.bench import codec as show
 from thinwire.tools.bench.codec import BARS_FOR, Bar, CodecRow
 from thinwire.tools.cli import run
+from thinwire.tools.lab.links import DelayCost, LinkSettings
 
 
 def codec_bars(*measured: float | None) -> tuple[list[CodecRow], list[Bar]]:
@@ -73,14 +74,54 @@ def test_a_missed_bar_of_the_other_benchmarks_is_the_exit_code(
     steps["forward"] = 1.0
     assert run(["bench", "server", "--only", "policies"]) == 0
 
-    def cells(workers: int, rate: str, options: dict[str, Any]) -> list[advice.Cell]:
-        return [advice.Cell(workers, rate, "dense", predicted_ms=float(workers), measured_ms=4.0)]
+    def cells(workers: int, lab: BenchLab, options: dict[str, Any]) -> list[advice.Cell]:
+        return [advice.Cell(workers, "1gbit", "0", "dense", predicted_ms=float(workers), measured_ms=4.0)]
 
     monkeypatch.setattr(advice, "measure", cells)
     capsys.readouterr()
     assert run(["bench", "advice", "--workers", "4, 8", "--rates", "1gbit"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 bars missed."
     assert run(["bench", "advice", "--workers", "4", "--rates", "1gbit"]) == 0
+
+
+def ddp_records(lab: BenchLab, hosts: int, *_: object, **__: object) -> list[tuple[str, dict[str, Any]]]:
+    """What two methods would measure: topk1 waits for a round trip and sends 125 kB, a hundredth of a second."""
+    lab.costs.append(DelayCost(0.02, 0.3, 1000, 0) if lab.links.delayed else None)
+    trip = 2 * lab.links.seconds
+    common: dict[str, Any] = {"received": 1000.0, "hook_cpu": 0.001, "cpu": 0.05, "rank": 0, "round": 0}
+    infinite = {"method": "infinite", "step": 0.1, "sent": 100.0, "exchange": "", "round_trips": None}
+    topk = {"method": "topk1", "step": 0.11 + trip, "sent": 125e3, "exchange": "Gather()", "round_trips": 1.0}
+    return [("ROW", {**common, **row}) for row in (infinite, topk)]
+
+
+def test_several_delays_are_one_file_and_a_table_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(BenchLab, "run", ddp_records)
+    file = tmp_path / "ddp.json"
+    words = ["bench", "ddp", "--workers", "2", "--rate", "100mbit", "--methods", "topk1", "--json", str(file)]
+    assert run([*words, "--delay", "0,10ms"]) == 0
+    near, far = json.loads(file.read_text())["delays"]
+    assert (near["delay"], near["delay_line"], far["delay"]) == ("0", None, "10ms")
+    assert far["delay_line"] == {"share": 0.02, "p99_late_ms": 0.3, "packets": 1000, "dropped": 0}
+    assert [row["round_trips"] for row in far["rows"]] == [None, 1.0]
+    assert far["rows"][1]["allowed_ms"] == pytest.approx(1.5 * 20 + 10)
+    out = capsys.readouterr().out
+    assert "2 workers at 100mbit, 10ms one way" in out and "trips" in out
+    assert "Delay line: 2.0% of one core, p99 lateness 0.30 ms" in " ".join(out.split())
+    assert (
+        "topk1: step - infinite step = 30.0 ms, within 1.5 round trips + transfer of its bytes = 40.0 ms; "
+        "step - infinite step without a delay = 30.0 ms" in out
+    )
+    assert run([*words, "--delay", "10ms"]) == 0
+    assert json.loads(file.read_text())["rows"][1]["name"] == "topk1"
+
+
+def test_bars_are_not_judged_with_a_delay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert judge([(LinkSettings(delay="5ms"), {"speed": (0.5, 1.0)})], "x") == 0
+    assert judge([(LinkSettings(), {"speed": (0.5, 1.0)})], "x") == 1
+    delayed, missed, _ = capsys.readouterr().out.splitlines()
+    assert delayed == "5ms speed: 0.50x (bar 1.0x without a delay)" and missed == "MISSED speed: 0.50x (bar 1.0x)"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +133,14 @@ def test_a_missed_bar_of_the_other_benchmarks_is_the_exit_code(
         (["advice", "--rates", "100mbit,fast"], "the rate 'fast'"),
         (["advice", "--workers", "4,1000"], "1 to 250 hosts, not 1000"),
         (["advice", "--workers", "4,"], "--workers"),
+        (["advice", "--delay", "0,soon"], "the delay 'soon'"),
+        (["ddp", "--delay", "10ms,"], "--delay '10ms,' has an empty item"),
+        (
+            ["ddp", "--preset", "moon"],
+            "there is no network preset 'moon'; there are lan, office, home, wan, continents",
+        ),
+        (["server", "--delay", "10"], "the delay '10'"),
+        (["udp", "--host-delay", "1:5ms"], "--host-delay takes HOST=VALUE, such as 3=80ms"),
         (["advice", "--methods", "dense,magic"], "magic"),
     ],
 )

@@ -15,6 +15,7 @@ from tests.cluster import Cluster
 from tests.server.serving import Threads
 from tests.tools.report.made_up import made_up
 from thinwire.tools.events import Eval, Event, Step
+from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.race.launch import ClusterSpec, make_plan
 from thinwire.tools.race.race import Result
 from thinwire.tools.race.served import ServerSettings, Serving, work
@@ -116,13 +117,13 @@ def test_the_report_of_a_loss(tmp_path: Path) -> None:
 
 def test_the_verdict_of_a_loss() -> None:
     dense = MethodResult("dense", 100.0, 10.0, 90.0, 1e6, 40.0, 60.0, 1.0, 1.4, 1.482)
-    sparse = replace(dense, name="topk1", step_ms=10.0, seconds_to_target=12.0, speedup=5.0, test_accuracy=1.6)
+    sparse = replace(dense, name="topk1", step_ms=10.0, seconds_to_target=12.0, speedup=5.0, test_metric=1.6)
 
     def verdict(*methods: MethodResult, target: float | None) -> str:
-        place = ClusterSpec(2, "100mbit", "")
+        place = ClusterSpec(2, LinkSettings("100mbit"), "")
         return Result(place, "gpt", "loss", target, 9.0, list(methods), [], higher_is_better=False).verdict()
 
     assert "topk1 reaches loss 1.700 5.0x sooner than dense" in verdict(dense, sparse, target=1.7)
     said = verdict(dense, sparse, target=None)
     assert "the time to a loss was not measured" in said and "topk1 still has loss 1.600, dense 1.482" in said
-    assert "topk1 has loss 1.400, dense 1.482" in verdict(dense, replace(sparse, test_accuracy=1.4), target=None)
+    assert "topk1 has loss 1.400, dense 1.482" in verdict(dense, replace(sparse, test_metric=1.4), target=None)

@@ -1,6 +1,7 @@
 """`thinwire bench fidelity`: the simulated ranks are the real ones to the bit, and the bars are judged by its files."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from thinwire.tools.bench.fidelity import FidelityRun, Results
 from thinwire.tools.recipes.recipe import Batch, Defaults, Optimizer, Recipe, Splits
 from thinwire.tools.simulate.ranks import training
 
-STEPS = 5
+STEPS = 9
 
 
 def adamw(parameters: Any, lr: float, momentum: float) -> Optimizer:
@@ -43,13 +44,13 @@ def recipe() -> Recipe:
     )
 
 
-def real(rank: int, codec: str) -> list[int]:
+def real(rank: int, codec: Any, options: dict[str, Any]) -> list[int]:
     """What ranks with a network between them compute."""
     updates.BUCKET_ELEMENTS = 1 << 23
     made = recipe()
     model = DDP(made.build(3))
     optimizer = made.optimizer(model)
-    with tw.attach(model, codec, optimizer=optimizer):
+    with tw.attach(model, codec, optimizer=optimizer, **options):
         for step in range(STEPS):
             optimizer.zero_grad()
             made.loss(model, jobs.batch(rank, step)).backward()
@@ -62,11 +63,26 @@ def batches(step: int, workers: int) -> list[Batch]:
     return [jobs.batch(rank, step) for rank in range(workers)]
 
 
-@pytest.mark.parametrize("codec", ["update", "rotate"])
-def test_simulated_updates_are_the_real_ones_to_the_bit(cluster: Cluster, codec: str) -> None:
-    found = cluster.run(real, 3, codec)
+@pytest.mark.parametrize(
+    ("method", "codec", "options"),
+    [
+        ("update:update", "update", {}),
+        ("update:rotate", "rotate", {}),
+        ("local2:update", "update", {"every": 2}),
+        ("local2+overlap:update", "update", {"every": 2, "overlap": True}),
+        ("local2+overlap+nesterov:rotate", "rotate", {"every": 2, "overlap": True, "outer": tw.Nesterov()}),
+        ("local2:lowrank=1:4", tw.Codec(tw.LowRank(1.0), tw.Bits(4)), {"every": 2}),
+        ("local4", "local4", {}),
+        ("diloco2", "dense", {"every": 2, "outer": tw.Nesterov(0.7, momentum=0.9)}),
+    ],
+)
+def test_simulated_updates_are_the_real_ones_to_the_bit(
+    cluster: Cluster, method: str, codec: Any, options: dict[str, Any]
+) -> None:
+    """The exchange that overlaps the unfinished round is finished by detach, and by the simulation's `model`."""
+    found = cluster.run(real, 3, codec, options)
     with _one_thread():
-        simulated = training(f"update:{codec}", recipe(), seed=3, workers=3, lr=3e-3, steps=STEPS)
+        simulated = training(method, recipe(), seed=3, workers=3, lr=3e-3, steps=STEPS)
         for step in range(STEPS):
             simulated.step(batches(step, 3))
     assert found == [jobs.digest(simulated.model)] * 3
@@ -84,7 +100,17 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "method", ["dense", "alone", "gradient:topk1", "powersgd:2", "demo:0.05", "update:lowrank=0.2"]
+    "method",
+    [
+        "dense",
+        "alone",
+        "gradient:topk1",
+        "powersgd:2",
+        "demo:0.05",
+        "update:lowrank=0.2",
+        "local4:lowrank=0.5:4",
+        "diloco4",
+    ],
 )
 def test_every_method_learns(method: str) -> None:
     untrained = jobs.accuracy(jobs.Net())
@@ -128,10 +154,31 @@ def test_parts_build_on_each_other_and_bars_are_judged(tmp_path: Path, capsys: p
     assert "open 4,000 steps: its runs are missing" in shown
 
 
-def test_a_run_writes_its_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_steps_are_searched_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A search over rates, three seeds at the best rate, and then the bars."""
+    method, other = "local16:lowrank=0.6:2:256", "diloco16"
+    for run in fidelity.wanted("local", (method, other), Results(tmp_path)):
+        assert run.steps == 800
+        write(tmp_path, run, 1.5 + abs(run.lr - 4e-3))
+    seeds = [r for r in fidelity.wanted("local", (method, other), Results(tmp_path)) if r.steps == 1500]
+    assert len(seeds) == 6 and {run.lr for run in seeds} == {4e-3}
+    for run in seeds:
+        write(tmp_path, run, 1.1 if run.method == method else 1.0)
+    assert fidelity.run(tmp_path, [], fidelity.METHODS, 1, None, None) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "MISSED every=16 at 1/16 of the bytes of DiLoCo: +10.0% (bar +1.0%)" in shown
+
+
+def test_a_run_writes_its_file_once_and_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(fidelity, "EVALUATED", 4)
     run = FidelityRun("dense", 1e-3, 2, 2, 0)
-    row = fidelity.simulate(run, tmp_path)
+    monkeypatch.setattr(fidelity, "LINE_EVERY", 0.0)
+    row = fidelity.simulate(run, tmp_path, report=fidelity._print_progress(run))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "PROGRESS step 1 of 2"
+    assert re.fullmatch(r"PROGRESS step 2 of 2, \d\.\d{4} at step 2, about 0 s left", second)
     assert Results(tmp_path).rows == {run: json.loads((tmp_path / run.file).read_text())}
     assert row["curve"][-1][0] == 2 and 3.0 < row["loss"] < 6.0
     assert [path.name for path in tmp_path.iterdir()] == [run.file]

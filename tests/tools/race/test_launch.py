@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.race.launch import WorkFailed, launch
 
 TALK = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
@@ -11,7 +12,7 @@ TALK = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
 
 def failure_of(program: str) -> str:
     with pytest.raises(WorkFailed) as caught:
-        launch([sys.executable, "-c", TALK + program], 3, None, lambda host, line: None)
+        launch([sys.executable, "-c", TALK + program], 3, LinkSettings(), lambda host, line: None)
     return str(caught.value)
 
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from tests.server.serving import Ones, serving
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.tools.race.serve_command import lines_every, serve_metrics, status, table, waiting_for
+from thinwire.tools.progress import lines_every
+from thinwire.tools.race.serve_command import serve_metrics, status, table, waiting_for
 
 
 def test_figures_of_a_running_server() -> None:

@@ -98,7 +98,7 @@ def test_the_json_and_the_page_name_the_same_methods(tmp_path: Path) -> None:
     assert methods == ["topk1, 100mbit", "topk1, 1gbit"]
     page = (tmp_path / "page.html").read_text()
     assert all(f'data-method="{method}"' in page for method in methods)
-    assert "digits: 2 hosts at 100mbit, 1gbit" in page  # the title, and each fact, with all values
+    assert "digits: 2 workers at 100mbit, 1gbit" in page  # the title, and each fact, with all values
 
 
 def test_different_metrics_do_not_go_into_one_report(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_the_command(logs: list[RunLog], tmp_path: Path, capsys: pytest.CaptureF
     assert "3 run(s)" in capsys.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert [method["method"] for method in figures["methods"]] == ["dense", "topk1"]
-    assert "digits: 2 hosts at none" in page.read_text()
+    assert "digits: 2 workers at none" in page.read_text()
 
 
 def test_the_commands_mistakes(logs: list[RunLog], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 from thinwire.exchange.choose import NAMES
-from thinwire.tools.bench import run_in_lab
+from thinwire.tools.bench import BenchLab
 from thinwire.tools.bench.ddp import MethodTrainer, start_trainers
-from thinwire.tools.lab import Lab
+from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.options import verdict, write_json
 from thinwire.tools.race.advise import AdviceReport, Subject, make_report, probed_wire
 from thinwire.tools.recipes.convnet import cuda_convnet
@@ -32,10 +32,11 @@ NAMES_OF = {kind: name for name, kind in NAMES.items()}
 
 @dataclass(frozen=True)
 class Cell:
-    """Predicted and measured step time of one method with one number of workers and one rate."""
+    """Predicted and measured step time of one method with one number of workers, one rate and one delay."""
 
     workers: int
     rate: str
+    delay: str
     method: str
     predicted_ms: float
     measured_ms: float
@@ -46,44 +47,60 @@ class Cell:
         return self.predicted_ms / self.measured_ms - 1.0
 
 
-def check_places(workers: list[str], rates: list[str]) -> list[tuple[int, str]]:
-    """Return every combination of a number of workers and a rate; ValueError before the first lab is built."""
+Place = tuple[int, LinkSettings]
+
+
+def check_places(workers: list[str], rates: list[str], delays: list[str]) -> list[Place]:
+    """Return every combination of a number of workers, a rate and a delay; ValueError before the first lab is built."""
     if not all(number.isdecimal() and int(number) >= 2 for number in workers):
         raise ValueError(f"--workers takes numbers from 2, comma-separated, not {','.join(workers)!r}")
-    places = [(int(number), rate) for number in workers for rate in rates]
-    for number, rate in places:
-        Lab(number, rate=rate)  # checks its arguments; the lab is built when it is entered
+    settings = [LinkSettings(rate, delay) for rate in rates for delay in delays]
+    places = [(int(number), links) for number in workers for links in settings]
+    for number, links in places:
+        links.lab(number)  # checks its arguments; the lab is built when it is entered
     return places
 
 
-def run(places: list[tuple[int, str]], options: dict[str, Any], json_file: Path | None) -> int:
+def run(places: list[Place], options: dict[str, Any], json_file: Path | None) -> int:
     """Measure all combinations, print a table, write the figures, and return 1 if a bar was missed."""
-    cells = [cell for number, rate in places for cell in measure(number, rate, options)]
-    _show(cells)
-    write_json(json_file, {**options, "cells": [{**asdict(cell), "error": cell.error} for cell in cells]})
+    labs = [(number, BenchLab(links)) for number, links in places]
+    cells = [cell for number, lab in labs for cell in measure(number, lab, options)]
+    delayed = [(number, lab) for number, lab in labs if lab.links.delayed]
+    _show(cells, [f"{number} workers {lab.links}: {lab.note}" for number, lab in delayed])
+    lines = [{"workers": number, **lab.to_json()} for number, lab in delayed]
+    figures = {**options, "cells": [{**asdict(cell), "error": cell.error} for cell in cells]}
+    write_json(json_file, {**figures, "delay_lines": lines} if lines else figures)
     return verdict(abs(cell.error) <= BAR for cell in cells)
 
 
-def measure(workers: int, rate: str, options: dict[str, Any]) -> list[Cell]:
-    """Predict and measure all methods with one number of workers and one rate."""
+def measure(workers: int, lab: BenchLab, options: dict[str, Any]) -> list[Cell]:
+    """Predict and measure all methods with one number of workers and one setting of the links."""
     total = options["rounds"] * len(options["methods"])
-    records = run_in_lab(workers, rate, ["thinwire.tools.bench.advice", json.dumps(options)], ("ROW",), total=total)
+    records = lab.run(workers, ["thinwire.tools.bench.advice", json.dumps(options)], ("ROW",), total=total)
 
     def median(method: str, key: str) -> float:
         return 1e3 * statistics.median(float(row[key]) for _, row in records if row["method"] == method)
 
-    return [Cell(workers, rate, m, median(m, "predicted"), median(m, "measured")) for m in options["methods"]]
+    place = workers, lab.links.rate or "none", lab.links.delay or "0"
+    return [Cell(*place, m, median(m, "predicted"), median(m, "measured")) for m in options["methods"]]
 
 
-def _show(cells: list[Cell]) -> None:
-    table = Table(title=f"Predicted and measured step times; bar: {BAR:.0%} error", box=SIMPLE, pad_edge=False)
-    for column in ("workers", "rate", "method", "predicted ms", "measured ms", "error", ""):
+def _show(cells: list[Cell], notes: list[str]) -> None:
+    table = Table(
+        title=f"Predicted and measured step times; bar: {BAR:.0%} error",
+        box=SIMPLE,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for column in ("workers", "rate", "delay", "method", "predicted ms", "measured ms", "error", ""):
         table.add_column(column, justify="left" if column in ("method", "") else "right", no_wrap=True)
     for c in cells:
         word = "[green]pass[/]" if abs(c.error) <= BAR else "[red]missed[/]"
         figures = (f"{c.predicted_ms:,.1f}", f"{c.measured_ms:,.1f}", f"{c.error:+.0%}")
-        table.add_row(str(c.workers), c.rate, c.method, *figures, word)
+        table.add_row(str(c.workers), c.rate, c.delay, c.method, *figures, word)
     Console().print(table)
+    for note in notes:
+        Console().print(f"{note}.", highlight=False)
 
 
 def subject(batch: int) -> Subject:

@@ -27,8 +27,8 @@ from thinwire.codec.feedback import Accumulated, array_args
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, Selection, StdDev, Threshold, TopK
 from thinwire.codec.values import Bits, Values
-from thinwire.tools.bench import progress_bar
 from thinwire.tools.options import verdict, write_json
+from thinwire.tools.progress import WorkProgress
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Affine
 
@@ -407,15 +407,14 @@ def run(sizes: list[int], file: Path | None, seconds: float) -> int:
 def _measure(sizes: list[int], seconds: float) -> tuple[list[CodecRow], list[Bar]]:
     rows: list[CodecRow] = []
     largest = max(sizes)
-    with progress_bar() as progress:
-        task = progress.add_task("bench codec", total=TIMINGS * len(sizes) + 2)
+    with WorkProgress("bench codec", TIMINGS * len(sizes) + 2) as progress:
         for n in sizes:
-            rows += rows_of(n, seconds, lambda words: progress.update(task, advance=1, description=words))
-        progress.update(task, description="densities")
+            rows += rows_of(n, seconds, lambda words: progress.advance(figures=words))
+        progress.advance(0, figures="densities")
         bars = from_rows(rows, largest) + density_bars(min(largest, 4_000_000))
-        progress.update(task, advance=1, description="memory")
+        progress.advance(figures="memory")
         bars += memory_bars(largest)
-        progress.update(task, advance=1)
+        progress.advance()
     return rows, bars
 
 

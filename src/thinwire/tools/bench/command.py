@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from thinwire.tools.options import JsonFile
+from thinwire.tools.options import Delays, HostDelay, JsonFile, Loss, Preset, link_settings, network_figures, typed
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
 _SERVER_PARTS = ("phases", "stragglers", "policies")
-_FIDELITY_PARTS = ("rates", "seeds", "long", "many", "translate")
+_FIDELITY_PARTS = ("rates", "seeds", "long", "many", "local", "translate")
 _UDP_PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 
 Rate = Annotated[str, typer.Option(help="Rate of every link: 500mbit; none leaves it unlimited.")]
@@ -56,8 +56,13 @@ def codec_command(
 
 @app.command("ddp")
 def ddp_command(
+    context: typer.Context,
     workers: Annotated[int, typer.Option(min=2, help="Workers, each on an emulated host.")] = 14,
+    preset: Preset = None,
     rate: Rate = "500mbit",
+    delay: Delays = "0",
+    host_delay: HostDelay = None,
+    loss: Loss = "0%",
     methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "infinite,dense,fp16,powersgd,topk1",
     batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 5,
@@ -70,13 +75,41 @@ def ddp_command(
 
     names = list(dict.fromkeys(["infinite", *_method_names(methods)]))
     options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
-    run(workers, rate, options, json_file)
+    run(workers, link_settings(context, workers), options, json_file)
+
+
+@app.command("fsdp")
+def fsdp_command(
+    machines: Annotated[int, typer.Option(min=2, help="Machines, each an emulated host with a replica.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each machine, which share its replica.")] = 2,
+    rate: Annotated[str, typer.Option(help="Rate of every machine's link: 100mbit; none leaves it unlimited.")] = (
+        "100mbit"
+    ),
+    methods: Annotated[
+        str, typer.Option(help="Methods, comma-separated: hsdp, update, auto, a preset or a density.")
+    ] = "infinite,hsdp,0.01,update",
+    recipe: Annotated[str, typer.Option(help="The model: gpt or gpt-10m.")] = "gpt-10m",
+    batch: Annotated[int, typer.Option(min=1, help="Samples per rank and step.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every method is measured once.")] = 3,
+    warmup: Annotated[int, typer.Option(min=2, help="Steps of each method before the first round.")] = 2,
+    json_file: JsonFile = None,
+) -> int:
+    """Measure step time and traffic between machines of a model that FSDP2 shards within each machine."""
+    from thinwire.tools.bench.fsdp import run
+
+    names = list(dict.fromkeys(["infinite", *_listed(methods)]))
+    if recipe not in ("gpt", "gpt-10m"):
+        raise ValueError(f"--recipe takes gpt or gpt-10m, not {recipe!r}")
+    options = {"recipe": recipe, "methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
+    return run(machines, ranks, rate, options, json_file)
 
 
 @app.command("advice")
 def advice_command(
     workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "4,14",
     rates: Annotated[str, typer.Option(help="Rates of every link, comma-separated.")] = "100mbit,500mbit",
+    delay: Delays = "0",
     methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "dense,fp16,percentile90,topk1",
     batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 5,
@@ -87,13 +120,18 @@ def advice_command(
     from thinwire.tools.bench.advice import check_places, run
 
     options = {"methods": _method_names(methods), "batch": batch, "steps": steps, "rounds": rounds, "warmup": 3}
-    return run(check_places(_listed(workers), _listed(rates)), options, json_file)
+    return run(check_places(_listed(workers), _listed(rates), _listed(delay)), options, json_file)
 
 
 @app.command("server")
 def server_command(
+    context: typer.Context,
     workers: Annotated[int, typer.Option(min=2, help="Workers; the server has one more emulated host.")] = 13,
+    preset: Preset = None,
     rate: Rate = "500mbit",
+    delay: Delays = "0",
+    host_delay: HostDelay = None,
+    loss: Loss = "0%",
     only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(_SERVER_PARTS)}.")] = ",".join(_SERVER_PARTS),
     steps: Annotated[int, typer.Option(min=3, help="Steps of the dense runs.")] = 8,
     seconds: Annotated[float, typer.Option(min=2.0, help="Length of each run with stragglers.")] = 15.0,
@@ -102,13 +140,17 @@ def server_command(
     """Measure phases, stragglers and scheduling policies of the parameter server on emulated hosts."""
     from thinwire.tools.bench.server import run
 
-    return run(_parts(only, _SERVER_PARTS), workers, rate, steps, seconds, json_file)
+    return run(_parts(only, _SERVER_PARTS), workers, link_settings(context, workers + 1), steps, seconds, json_file)
 
 
 @app.command("udp")
 def udp_command(
+    context: typer.Context,
     only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(_UDP_PARTS)}.")] = ",".join(_UDP_PARTS),
+    preset: Preset = None,
     rate: Rate = "100mbit",
+    delay: Delays = "0",
+    host_delay: HostDelay = None,
     loss: Annotated[str, typer.Option(help="Shares of packets lost, comma-separated.")] = "0%,1%,5%,20%",
     steps: Annotated[int, typer.Option(min=10, help="Steps of each training run.")] = 200,
     seconds: Annotated[float, typer.Option(min=1.0, help="Length of the measured flows.")] = 8.0,
@@ -118,7 +160,10 @@ def udp_command(
     """Measure the udp transport: training with packet loss, sharing with TCP, incast, forged datagrams, sending."""
     from thinwire.tools.bench.udp import run
 
-    return run(_parts(only, _UDP_PARTS), rate, _listed(loss), steps, seconds, fuzzed, json_file)
+    losses = network_figures(context)["loss"]
+    # The shares of --loss are for its part; a preset's loss is the network's.
+    settings = link_settings(context, loss="0%" if preset is None or typed(context, ["loss"]) else losses)
+    return run(_parts(only, _UDP_PARTS), settings, _listed(losses), steps, seconds, fuzzed, json_file)
 
 
 @app.command("fidelity")
@@ -128,7 +173,7 @@ def fidelity_command(
     ),
     only: Annotated[
         str, typer.Option(help=f"Parts to run: {', '.join(_FIDELITY_PARTS)}; none only prints the tables.")
-    ] = ",".join(_FIDELITY_PARTS[:-1]),
+    ] = ",".join(_FIDELITY_PARTS[:-2]),
     methods: Annotated[str, typer.Option(help="Methods, comma-separated; all by default.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Simulations at a time, one thread each.")] = 2,
     data: Annotated[Path | None, typer.Option(help="Folder of Multi30k, for the part translate.")] = None,

@@ -19,8 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.link.link import Link
-from thinwire.tools.bench import run_in_lab
-from thinwire.tools.options import table_of, write_json
+from thinwire.tools.bench import BenchLab
+from thinwire.tools.lab.links import LinkSettings
+from thinwire.tools.lab.units import parse_rates
+from thinwire.tools.options import by_delay, caption, table_of, write_json
+from thinwire.tools.progress import print_line
 from thinwire.tools.race.methods import apply_method, single_bucket
 from thinwire.tools.race.training import interface_bytes
 from thinwire.tools.recipes.convnet import cuda_convnet
@@ -38,19 +41,34 @@ class MethodFigures:
     hook_cpu_ms: float
     cpu_ms: float
     exchange: str
+    round_trips: float | None  # that a step waited for, as the link counts them; None where it does not
+    allowed_ms: float | None  # of a link: 1.5 round trips and the transfer time of its bytes; None without a rate
 
 
-def run(workers: int, rate: str, options: dict[str, Any], json_file: Path | None) -> None:
-    """Measure all methods, print a table and write the figures."""
-    rows = measure(workers, rate, options)
-    _show(rows, workers, rate)
-    write_json(json_file, {"workers": workers, "rate": rate, **options, "rows": [asdict(row) for row in rows]})
+TRIPS = 1.5  # round trips that a step of a link may wait for, however many buckets it has
 
 
-def measure(workers: int, rate: str, options: dict[str, Any]) -> list[MethodFigures]:
+def run(workers: int, settings: list[LinkSettings], options: dict[str, Any], json_file: Path | None) -> None:
+    """Measure all methods with each of the links' settings, print a table for each and write the figures."""
+    figures, undelayed = [], None
+    for links in settings:
+        lab = BenchLab(links)
+        rows = measure(workers, lab, options)
+        _show(rows, workers, lab)
+        infinite = next(row.step_ms for row in rows if row.name == "infinite")
+        if not links.delayed:
+            undelayed = infinite
+        for row in rows if links.delayed else ():
+            if row.allowed_ms is not None:
+                print_line(Console(), _compared(row, infinite, undelayed))
+        figures.append({"workers": workers, **lab.to_json(), **options, "rows": [asdict(row) for row in rows]})
+    write_json(json_file, by_delay(figures))
+
+
+def measure(workers: int, lab: BenchLab, options: dict[str, Any]) -> list[MethodFigures]:
     """Run all methods in a lab and return their figures."""
     total = options["rounds"] * len(options["methods"]) * workers
-    records = run_in_lab(workers, rate, ["thinwire.tools.bench.ddp", json.dumps(options)], ("ROW",), total=total)
+    records = lab.run(workers, ["thinwire.tools.bench.ddp", json.dumps(options)], ("ROW",), total=total)
 
     def median(method: str, key: str) -> float:
         return statistics.median(float(row[key]) for _, row in records if row["method"] == method)
@@ -58,19 +76,30 @@ def measure(workers: int, rate: str, options: dict[str, Any]) -> list[MethodFigu
     rows, infinite = [], median("infinite", "step")
     for name in options["methods"]:
         step, sent, received, hook, cpu = (median(name, key) for key in ("step", "sent", "received", "hook_cpu", "cpu"))
-        exchange = next(row["exchange"] for _, row in records if row["method"] == name)
-        overhead = step / infinite - 1.0
-        rows.append(MethodFigures(name, 1e3 * step, overhead, sent, received, 1e3 * hook, 1e3 * cpu, exchange))
+        first = next(row for _, row in records if row["method"] == name)
+        times = (1e3 * step, step / infinite - 1.0, sent, received, 1e3 * hook, 1e3 * cpu)
+        trips = median(name, "round_trips") if first["round_trips"] is not None else None
+        allowed = allowed_ms(workers, lab.links, sent, received) if first["exchange"] else None
+        rows.append(MethodFigures(name, *times, first["exchange"], trips, allowed))
     return rows
 
 
-def _show(rows: list[MethodFigures], workers: int, rate: str) -> None:
+def allowed_ms(workers: int, links: LinkSettings, sent: float, received: float) -> float | None:
+    """Return the milliseconds of 1.5 round trips and of transferring these bytes; None if a link has no limit."""
+    rates = parse_rates(links.rate)
+    if rates.up is None or rates.down is None:
+        return None
+    return 1e3 * (TRIPS * links.round_trip(workers) + 8 * max(sent / rates.up, received / rates.down))
+
+
+def _show(rows: list[MethodFigures], workers: int, lab: BenchLab) -> None:
     dense = next((row.step_ms for row in rows if row.name == "dense"), None)
     shown = [
         {
             "method": row.name,
             "step ms": f"{row.step_ms:,.1f}",
             "overhead": f"{row.overhead:+.1%}",
+            "trips": "" if row.round_trips is None else f"{row.round_trips:.1f}",
             "MB out": f"{row.bytes_sent / 1e6:.3f}",
             "MB in": f"{row.bytes_received / 1e6:.3f}",
             "vs dense": f"{dense / row.step_ms:.2f}x" if dense else "",
@@ -79,8 +108,26 @@ def _show(rows: list[MethodFigures], workers: int, rate: str) -> None:
         }
         for row in rows
     ]
-    caption = "MB: per host and step, counted by the kernel. hook: CPU time of the hook in ms"
-    Console().print(table_of(shown, title=f"cuda-convnet, {workers} workers at {rate}", caption=caption))
+    counted = "MB: per host and step, counted by the kernel. hook: CPU time of the hook in ms"
+    trips = "trips: round trips that a step waited for" if any(row.round_trips is not None for row in rows) else ""
+    note = caption(counted, trips, lab.note)
+    Console().print(table_of(shown, title=f"cuda-convnet, {workers} workers {lab.links}", caption=note))
+
+
+def _compared(row: MethodFigures, infinite: float, undelayed: float | None) -> str:
+    """Return a line that compares what a step adds to one on an infinite network with what the links ask for.
+
+    infinite: milliseconds of a step that exchanges a single number over the same delay, which waits for round trips of
+    its own. undelayed: the same without a delay, where that was measured.
+    """
+    assert row.allowed_ms is not None
+    beyond = row.step_ms - infinite
+    word = "within" if beyond <= row.allowed_ms else "above"
+    line = f"{row.name}: step - infinite step = {beyond:,.1f} ms, {word} {TRIPS} round trips + transfer of its bytes"
+    line += f" = {row.allowed_ms:,.1f} ms"
+    if undelayed is not None:
+        line += f"; step - infinite step without a delay = {row.step_ms - undelayed:,.1f} ms"
+    return line
 
 
 class MethodTrainer:
@@ -107,25 +154,31 @@ class MethodTrainer:
     def measure(self, count: int) -> dict[str, Any]:
         """Train for some steps and return the mean seconds, bytes and CPU seconds of a step."""
         dist.barrier()
-        before, hook = interface_bytes("eth0") or (0, 0), _hook_cpu(self.link)
+        before, (hook, trips) = interface_bytes("eth0") or (0, 0), _counters(self.link)
         cpu, began = time.process_time(), time.perf_counter()
         self.steps(count)
         dist.barrier()
         took, spent = time.perf_counter() - began, time.process_time() - cpu
-        after = interface_bytes("eth0") or (0, 0)
+        after, (hook_now, trips_now) = interface_bytes("eth0") or (0, 0), _counters(self.link)
         return {
             "method": self.method,
             "step": took / count,
             "sent": (after[0] - before[0]) / count,
             "received": (after[1] - before[1]) / count,
-            "hook_cpu": (_hook_cpu(self.link) - hook) / count,
+            "hook_cpu": (hook_now - hook) / count,
             "cpu": spent / count,
             "exchange": repr(self.link.exchange) if self.link is not None else "",
+            "round_trips": None if trips_now is None or trips is None else (trips_now - trips) / count,
         }
 
 
-def _hook_cpu(link: Link | None) -> float:
-    return float(link.stats()["cpu_seconds"]) if link is not None else 0.0
+def _counters(link: Link | None) -> tuple[float, float | None]:
+    """Return a link's CPU seconds and the round trips that it waited for; None if it does not count them."""
+    if link is None:
+        return 0.0, None
+    figures = link.stats()
+    trips = figures.get("round_trips")
+    return float(figures["cpu_seconds"]), None if trips is None else float(trips)
 
 
 def start_trainers(options: dict[str, Any]) -> list[MethodTrainer]:

@@ -5,6 +5,7 @@ file exists are not repeated, so that an interrupted benchmark continues where i
 own best learning rate and at dense training's.
 """
 
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from rich.table import Table
 
 from thinwire.errors import ThinwireError
 from thinwire.files import replace_file
-from thinwire.tools.options import verdict, write_json
+from thinwire.tools.options import LINE_EVERY, verdict, write_json
+from thinwire.tools.progress import duration, print_line
 
 METHODS = (
     "dense",
@@ -37,12 +39,23 @@ METHODS = (
     "powersgd:4",
     "demo:0.01",
 )
+# Local steps: at the bytes of "update" with every step exchanged, at a sixteenth of DiLoCo's, and the presets.
+LOCAL_METHODS = (
+    "local4:lowrank=0.6:2:256",
+    "local16:lowrank=1:4",
+    "local16+overlap:lowrank=1:4",
+    "local16:lowrank=0.6:2:256",
+    "diloco16",
+    "local64",
+)
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
+LOCAL_RATES = (2e-3, 4e-3, 8e-3)
 DEMO_RATES = (3e-4, 1e-3, 2e-3, 4e-3)  # DeMo steps by signs, which are longer than Adam's steps
 WORKERS, MANY = 4, 16
 EVALUATED = 1024  # contexts of the validation text
 EVERY = 100  # steps between evaluations
+PROGRESS = "PROGRESS "  # begins a simulation's lines of progress
 TRANSLATED = {"translate-transformer": (4, 0.7), "translate-layernorm": (2, 1.0)}  # epochs, and BLEU that may be lost
 STEPS_PER_EPOCH = 226  # of Multi30k's 29,000 sentences with four batches of 32
 
@@ -61,7 +74,7 @@ class FidelityRun:
     @property
     def file(self) -> str:
         """The name of its file."""
-        method = self.method.replace(":", "-")
+        method = self.method.replace(":", "-").replace("=", "")
         method = method if self.recipe == "gpt" else f"{self.recipe}-{method}"
         return f"{method}-lr{self.lr:g}-{self.steps}x{self.workers}-seed{self.seed}.json"
 
@@ -82,6 +95,26 @@ BARS = (
     FidelityBar("1,500 steps, at dense training's best rate", 1500, WORKERS, 0.05, at_dense_rate=True),
     FidelityBar("4,000 steps", 4000, WORKERS, 0.02),
     FidelityBar("1,500 steps, 16 workers", 1500, MANY, 0.04),
+)
+
+
+@dataclass(frozen=True)
+class LocalBar:
+    """A claim about local steps: the loss of a method is at most `limit` times above another's."""
+
+    what: str
+    method: str
+    against: str
+    limit: float
+    steps: int = 1500
+
+
+LOCAL_BARS = (
+    LocalBar("every=4 at the bytes of every=1", "local4:lowrank=0.6:2:256", "update:update", 0.01),
+    LocalBar("every=16 at the bytes of every=1", "local16:lowrank=1:4", "update:update", 0.01),
+    LocalBar("every=16 at 1/16 of the bytes of DiLoCo", "local16:lowrank=0.6:2:256", "diloco16", 0.01),
+    LocalBar("every=16, overlap on against off", "local16+overlap:lowrank=1:4", "local16:lowrank=1:4", 0.005),
+    LocalBar("1,000 times fewer bytes than dense, 4,000 steps", "local64", "dense", 0.03, 4000),
 )
 
 
@@ -121,6 +154,10 @@ class Results:
 
 def wanted(part: str, methods: Sequence[str], results: Results) -> Iterator[FidelityRun]:
     """The runs of one part; those of later parts depend on the best rates that the first has found."""
+    if part == "local":
+        chosen = [method for method in methods if method.startswith(("local", "diloco"))]
+        yield from _wanted_local(chosen or LOCAL_METHODS, results)
+        return
     for method in methods:
         if part == "rates":
             for lr in DEMO_RATES if method.startswith("demo") else RATES:
@@ -142,6 +179,22 @@ def wanted(part: str, methods: Sequence[str], results: Results) -> Iterator[Fide
                 yield FidelityRun(method, rate, steps, workers, seed)
 
 
+def _wanted_local(methods: Sequence[str], results: Results) -> Iterator[FidelityRun]:
+    """For each method a search over rates, then three seeds at the best one, and a long run where a bar asks for it."""
+    for method in methods:
+        rates = [FidelityRun(method, lr, 800, WORKERS, 0) for lr in LOCAL_RATES]
+        edge = results.at_edge(method) if all(rate in results.rows for rate in rates) else None
+        rates += [FidelityRun(method, edge, 800, WORKERS, 0)] if edge is not None else []
+        yield from rates
+        best = results.best_rate(method)
+        if best is not None and all(rate in results.rows for rate in rates):
+            lengths = {1500: SEEDS} | {
+                bar.steps: SEEDS[:1] for bar in LOCAL_BARS if bar.method == method and bar.steps > 1500
+            }
+            for steps, seeds in lengths.items():
+                yield from (FidelityRun(method, best, steps, WORKERS, seed) for seed in seeds)
+
+
 def run(
     folder: Path, parts: Sequence[str], methods: Sequence[str], jobs: int, data: Path | None, json_file: Path | None
 ) -> int:
@@ -151,7 +204,7 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        for _ in range(2):  # the search over rates may ask for one more
+        for _ in range(4):  # the search over rates may ask for more, and later runs depend on its result
             results = Results(folder)
             missing = [r for r in dict.fromkeys(wanted(part, methods, results)) if r not in results.rows]
             _simulate_all(missing, folder, jobs, data)
@@ -163,27 +216,70 @@ def run(
 
 
 def _simulate_all(missing: Sequence[FidelityRun], folder: Path, jobs: int, data: Path | None) -> None:
-    """FidelityRun simulations in processes of their own, several at a time; prints a line for each."""
-    began, console = time.monotonic(), Console(stderr=True)
+    """Run simulations in processes of their own, several at a time; prints how far they are and a line for each."""
+    if not missing:
+        return
+    began, console, finished = time.monotonic(), Console(stderr=True), itertools.count(1)
 
-    def one(numbered: tuple[int, FidelityRun]) -> None:
-        number, job = numbered
-        arguments = [str(folder), json.dumps(asdict(job)), str(data or "")]
-        command = [sys.executable, "-m", "thinwire.tools.bench.fidelity", *arguments]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ThinwireError(f"the simulation {job.file} failed: {last}")
-        minutes = (time.monotonic() - began) / 60
-        left = minutes / (number + 1) * (len(missing) - number - 1)
-        console.print(f"{number + 1} of {len(missing)}: {job.file}, {minutes:.0f} min, about {left:.0f} left")
+    def one(job: FidelityRun) -> None:
+        _simulate_one(job, folder, data, tell)
+        done, seconds = next(finished), time.monotonic() - began
+        left = duration(seconds / done * (len(missing) - done))
+        print_line(console, f"{done} of {len(missing)}: {job.file}, {duration(seconds)} so far, about {left} left")
 
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        list(pool.map(one, enumerate(missing)))
+    with console.status(f"{len(missing)} simulations") as status, ThreadPoolExecutor(max(1, jobs)) as pool:
+
+        def tell(line: str) -> None:
+            if console.is_terminal:
+                status.update(line)
+            else:
+                print_line(console, line)
+
+        tell(f"{len(missing)} simulations, {max(1, jobs)} at a time ...")
+        list(pool.map(one, missing))
 
 
-def simulate(job: FidelityRun, folder: Path, data: Path | None = None) -> dict[str, Any]:
-    """Train, and write the result to the folder."""
+def _simulate_one(job: FidelityRun, folder: Path, data: Path | None, tell: Callable[[str], None]) -> None:
+    """Run one simulation in a process and pass on its lines of progress."""
+    arguments = [str(folder), json.dumps(asdict(job)), str(data or "")]
+    command = [sys.executable, "-m", "thinwire.tools.bench.fidelity", *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    last = "no message"
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:
+        for line in process.stdout or ():
+            if line.startswith(PROGRESS):
+                tell(f"{job.file.removesuffix('.json')}: {line.removeprefix(PROGRESS).strip()}")
+            elif line.strip():
+                last = line.strip()
+    if process.returncode:
+        raise ThinwireError(f"the simulation {job.file} failed: {last}")
+
+
+def _print_progress(job: FidelityRun) -> Callable[[int, list[Any]], None]:
+    """Return a function that prints a line of progress every few seconds: step, last loss, time left."""
+    said, begun = time.monotonic(), 0.0
+
+    def report(step: int, curve: list[Any]) -> None:
+        nonlocal said, begun
+        now = time.monotonic()
+        if step == 1:  # it only sets the clock
+            begun = now
+        if now - said >= LINE_EVERY:
+            said = now
+            loss = f", {curve[-1][1]:.4f} at step {curve[-1][0]}" if curve else ""
+            left = f", about {duration((now - begun) / (step - 1) * (job.steps - step))} left" if step > 1 else ""
+            print(f"{PROGRESS}step {step} of {job.steps}{loss}{left}", flush=True)
+
+    return report
+
+
+def simulate(
+    job: FidelityRun,
+    folder: Path,
+    data: Path | None = None,
+    report: Callable[[int, list[Any]], None] = lambda step, curve: None,
+) -> dict[str, Any]:
+    """Train, and write the result to the folder. `report` gets every step and the metric's curve so far."""
     import torch
 
     from thinwire.tools.recipes import get_recipe
@@ -205,6 +301,7 @@ def simulate(job: FidelityRun, folder: Path, data: Path | None = None) -> dict[s
             curve.append([step + 1, recipe.evaluate(trained.model, splits.test, samples)])
             if not math.isfinite(curve[-1][1]):
                 break
+        report(step + 1, curve)
     row = {
         "run": asdict(job),
         recipe.metric: curve[-1][1] if math.isfinite(curve[-1][1]) else 99.0,
@@ -259,7 +356,28 @@ def _bars(results: Results) -> list[dict[str, Any]]:
         word = "met   " if met else "MISSED"
         Console().print(f"{word} {bar.what}: {above:+.1%} (bar {bar.limit:+.0%})", highlight=False)
         rows.append({"what": bar.what, "above_dense": above, "limit": bar.limit, "seeds": len(losses), "met": met})
-    return rows + _translated(results)
+    return rows + _local(results) + _translated(results)
+
+
+def _local(results: Results) -> list[dict[str, Any]]:
+    """The bars of local steps whose runs are finished: mean losses over the seeds that both methods have."""
+    rows: list[dict[str, Any]] = []
+    for bar in LOCAL_BARS:
+        rates = results.best_rate(bar.method), results.best_rate(bar.against)
+        found = [
+            {r.seed: row["loss"] for r, row in results.gpt.items() if (r.method, r.lr, r.steps, r.workers) == wanted}
+            for wanted in ((m, lr, bar.steps, WORKERS) for m, lr in zip((bar.method, bar.against), rates, strict=True))
+        ]
+        seeds = sorted(set(found[0]) & set(found[1]))
+        if not seeds:
+            continue
+        mine, theirs = (statistics.mean(losses[seed] for seed in seeds) for losses in found)
+        above = mine / theirs - 1.0
+        met = above <= bar.limit
+        word = "met   " if met else "MISSED"
+        Console().print(f"{word} {bar.what}: {above:+.1%} (bar {bar.limit:+.1%})", highlight=False)
+        rows.append({"what": bar.what, "above": above, "limit": bar.limit, "seeds": len(seeds), "met": met})
+    return rows
 
 
 def _translated(results: Results) -> list[dict[str, Any]]:
@@ -278,4 +396,5 @@ def _translated(results: Results) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    simulate(FidelityRun(**json.loads(sys.argv[2])), Path(sys.argv[1]), Path(sys.argv[3]) if sys.argv[3] else None)
+    started = FidelityRun(**json.loads(sys.argv[2]))
+    simulate(started, Path(sys.argv[1]), Path(sys.argv[3]) if sys.argv[3] else None, _print_progress(started))

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
-from thinwire.tools.bench import Record, judge, run_in_lab
-from thinwire.tools.options import table_of, write_json
+from thinwire.tools.bench import BenchLab, Record, judge
+from thinwire.tools.lab.links import LinkSettings
+from thinwire.tools.options import by_delay, table_of, write_json
 from thinwire.tools.recipes.convnet import cuda_convnet
 from thinwire.tools.recipes.digits import read_digits
 from thinwire.transport.addresses import listen
@@ -107,34 +108,50 @@ def server_runs(part: str, workers: int, steps: int, seconds: float) -> list[Ser
     return [ServerRun(name, policy=name, **common) for name in ("fifo", "filo", "stalest", "forward")]
 
 
-def run(parts: list[str], workers: int, rate: str, steps: int, seconds: float, json_file: Path | None) -> int:
-    """Run the parts, print their tables and bars, write the figures, and return 1 if a bar was missed."""
-    figures: dict[str, Any] = {"workers": workers, "rate": rate, "bars": {}}
+def run(
+    parts: list[str],
+    workers: int,
+    settings: list[LinkSettings],
+    steps: int,
+    seconds: float,
+    json_file: Path | None,
+) -> int:
+    """Run the parts with each of the links' settings, print their tables and bars, write the figures.
+
+    Returns 1 if a bar was missed.
+    """
+    figures = [_run_parts(parts, workers, BenchLab(links), steps, seconds) for links in settings]
+    write_json(json_file, by_delay(figures))
+    return judge(zip(settings, (each["bars"] for each in figures), strict=True), "x")
+
+
+def _run_parts(parts: list[str], workers: int, lab: BenchLab, steps: int, seconds: float) -> dict[str, Any]:
+    figures: dict[str, Any] = {"workers": workers, "bars": {}}
     console = Console()
-    for part, title, link, measure in (
-        ("phases", f"{workers} workers at {rate}, milliseconds", rate, _phases),
-        ("stragglers", "4 workers, steps of at least 100 ms", "1gbit", _stragglers),
-        ("policies", "2 workers at 100mbit, slow first layer, milliseconds", "100mbit", _policies),
+    # A delay line cannot carry gigabits.
+    quick = lab if lab.links.delayed else lab.at(rate="1gbit")
+    slow = lab.at(rate="100mbit")
+    for part, title, used, measure in (
+        ("phases", f"{workers} workers {lab.links}, milliseconds", lab, _phases),
+        ("stragglers", f"4 workers {quick.links}, steps of at least 100 ms", quick, _stragglers),
+        ("policies", f"2 workers {slow.links}, slow first layer, milliseconds", slow, _policies),
     ):
         if part in parts:
-            figures[part] = measure(link, server_runs(part, workers, steps, seconds), figures["bars"])
-            console.print(_table(title, figures[part]))
+            figures[part] = measure(used, server_runs(part, workers, steps, seconds), figures["bars"])
+            console.print(_table(title, figures[part], lab.note))
         for row in figures[part] if part == "stragglers" and part in parts else []:
             curve = ", ".join(f"{value:.3f} at {at:.1f} s" for at, value in row["curve"])
             console.print(f"accuracy over time, {row['run']}: {curve}", highlight=False)
-    write_json(json_file, figures)
-    return judge(figures["bars"], "x")
+    return {**figures, **lab.to_json()}
 
 
-def measure_runs(rate: str, runs: Sequence[ServerRun], loss: str | None = None) -> list[Record]:
+def measure_runs(lab: BenchLab, runs: Sequence[ServerRun]) -> list[Record]:
     """Run all runs in one lab, one after the other, and return the records of its processes."""
     advance = {each.name: 1.0 if each.steps else each.pause for each in runs}
-    return run_in_lab(
+    return lab.run(
         1 + max(each.workers for each in runs),
-        rate,
         ["thinwire.tools.bench.server", json.dumps([asdict(each) for each in runs])],
         ("APPLIED", "STEP"),
-        loss=loss,
         total=sum(each.steps or each.seconds for each in runs),
         progress=lambda kind, record: advance[record["run"]] if kind == "APPLIED" else 0.0,
     )
@@ -151,8 +168,8 @@ def mean_step(records: list[Record], name: str, skip: int) -> float:
     return 1e3 * (at[-1] - at[0]) / (len(at) - 1)
 
 
-def _phases(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    records = measure_runs(rate, runs)
+def _phases(lab: BenchLab, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    records = measure_runs(lab, runs)
     rows = [_phase_row(records, run) for run in runs]
     dense, percentile, plain, overlapped = rows
     both = [row["synchronisation"] + row["aggregation"] for row in rows]
@@ -181,8 +198,8 @@ def _phase_row(records: list[Record], run: ServerRun) -> dict[str, Any]:
     return {"run": run.name, **{n: 1e3 * statistics.median(v[i] for v in found) for i, n in enumerate(names)}}
 
 
-def _stragglers(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    records = measure_runs(rate, runs)
+def _stragglers(lab: BenchLab, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    records = measure_runs(lab, runs)
     rows = []
     for run in runs:
         steps = of_run(records, "STEP", run.name)
@@ -202,24 +219,24 @@ def _stragglers(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[
     return rows
 
 
-def policy_steps(rate: str, runs: list[ServerRun]) -> dict[str, float]:
+def policy_steps(lab: BenchLab, runs: list[ServerRun]) -> dict[str, float]:
     """Return the mean milliseconds of a step in each run, without the first two steps."""
-    records = measure_runs(rate, runs)
+    records = measure_runs(lab, runs)
     return {run.name: mean_step(records, run.name, skip=2) for run in runs}
 
 
-def _policies(rate: str, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
-    step = policy_steps(rate, runs)
+def _policies(lab: BenchLab, runs: list[ServerRun], bars: dict[str, Any]) -> list[dict[str, Any]]:
+    step = policy_steps(lab, runs)
     bars["stalest or forward against fifo"] = step["fifo"] / min(step["stalest"], step["forward"]), 1.0
     return [{"run": name, "step": milliseconds} for name, milliseconds in step.items()]
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+def _table(title: str, rows: list[dict[str, Any]], note: str) -> Table:
     def text(value: object) -> str:
         return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
     shown = [{name.replace("_", " "): text(row[name]) for name in row if name != "curve"} for row in rows]
-    return table_of(shown, title=title)
+    return table_of(shown, title=title, caption=note)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -19,11 +19,13 @@ from typing import Any
 from rich.console import Console
 
 from thinwire import _native
-from thinwire.tools.bench import Record, judge, run_in_lab
+from thinwire.tools.bench import BenchLab, Record, judge
 from thinwire.tools.bench.server import ServerRun, mean_step, measure_runs, of_run
+from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.lab.measure import tcp_source
 from thinwire.tools.lab.units import parse_loss, parse_rates
-from thinwire.tools.options import write_json
+from thinwire.tools.options import by_delay, caption, write_json
+from thinwire.tools.progress import WorkProgress
 from thinwire.transport.addresses import connect, listen
 from thinwire.transport.udp.congestion import BURST
 from thinwire.transport.udp.packet import new_keys
@@ -38,41 +40,76 @@ _PIECES, _WINDOW = 64, 16
 Bars = dict[str, tuple[float, float]]
 
 
+_ALONE = ("fuzz", "sender")  # parts that use no emulated network
+
+
 def run(
-    parts: list[str], rate: str, losses: list[str], steps: int, seconds: float, fuzzed: int, json_file: Path | None
+    parts: list[str],
+    settings: list[LinkSettings],
+    losses: list[str],
+    steps: int,
+    seconds: float,
+    fuzzed: int,
+    json_file: Path | None,
 ) -> int:
-    """Run the parts, print their figures and bars, write them, and return 1 if a bar was missed."""
-    link = parse_rates(rate).down
-    if "incast" in parts and link is None:
+    """Run the parts with each of the links' settings, print their figures and bars, and write them.
+
+    Returns 1 if a bar was missed. Parts without a network run once.
+    """
+    if "incast" in parts and parse_rates(settings[0].rate).down is None:
         raise ValueError("incast needs a limited --rate: give one, or leave incast out of --only")
     for share in losses if "loss" in parts else []:
         parse_loss(share)
+    alone = _run_alone(parts, fuzzed)
+    sections = [(LinkSettings(), alone)]
+    if not set(parts) <= set(_ALONE):
+        sections += [(links, _run_parts(parts, BenchLab(links), losses, steps, seconds)) for links in settings]
+    first, *rest = [figures for _, figures in sections]
+    bars = {**first["bars"], **(rest[0]["bars"] if len(rest) == 1 else {})}
+    write_json(json_file, {**first, **(by_delay(rest) if rest else {}), "bars": bars})
+    return judge((links, figures["bars"]) for links, figures in sections)
+
+
+def _run_alone(parts: list[str], fuzzed: int) -> dict[str, Any]:
+    """Run the parts that use no emulated network."""
     bars: Bars = {}
-    figures: dict[str, Any] = {"rate": rate, "bars": bars}
-    if "loss" in parts:
-        figures["loss"] = _loss(rate, losses, steps, bars)
-    if "fair" in parts:
-        figures["fair"] = {control: _flows(rate, 1, 1, seconds, control) for control in _controls()}
-        for control, flows in figures["fair"].items():
-            shares = list(flows["mbit"].values())
-            bars[f"share next to a TCP flow ({control}), the smaller of the larger"] = min(shares) / max(shares), 0.5
-    if "incast" in parts:
-        figures["incast"] = _flows(rate, 13, 0, seconds)
-        total = sum(figures["incast"]["mbit"].values())
-        bars["13 senders fill the link to one receiver"] = total / (1e-6 * (link or 1)), 0.7
+    figures: dict[str, Any] = {"bars": bars}
     if "fuzz" in parts:
         figures["fuzz"] = _fuzz(fuzzed)
         bars["forged datagrams that change nothing"] = figures["fuzz"]["harmless"], 1.0
     if "sender" in parts:
         figures["sender"] = _sender()
         bars["mbit/s that one core seals and sends"] = figures["sender"]["mbit"], 500.0
-    for name in parts:
-        Console().print_json(json.dumps({name: figures[name]}))
-    write_json(json_file, figures)
-    return judge(bars)
+    for name in _ALONE:
+        if name in parts:
+            Console().print_json(json.dumps({name: figures[name]}))
+    return figures
 
 
-def _loss(rate: str, losses: list[str], steps: int, bars: Bars) -> list[dict[str, Any]]:
+def _run_parts(parts: list[str], lab: BenchLab, losses: list[str], steps: int, seconds: float) -> dict[str, Any]:
+    """Run the parts that use an emulated network."""
+    bars: Bars = {}
+    figures: dict[str, Any] = {"bars": bars}
+    if "incast" in parts:  # first, because a delay line refuses so many fast links
+        figures["incast"] = _flows(lab, 13, 0, seconds)
+        total = sum(figures["incast"]["mbit"].values())
+        bars["13 senders fill the link to one receiver"] = total / (1e-6 * (parse_rates(lab.links.rate).down or 1)), 0.7
+    if "loss" in parts:
+        figures["loss"] = _loss(lab, losses, steps, bars)
+    if "fair" in parts:
+        figures["fair"] = {control: _flows(lab, 1, 1, seconds, control) for control in _controls()}
+        for control, flows in figures["fair"].items():
+            shares = list(flows["mbit"].values())
+            bars[f"share next to a TCP flow ({control}), the smaller of the larger"] = min(shares) / max(shares), 0.5
+    console = Console()
+    console.print(f"Links {caption(str(lab.links), lab.note)}.", highlight=False)
+    for name in ("loss", "fair", "incast"):
+        if name in parts:
+            console.print_json(json.dumps({name: figures[name]}))
+    return {**figures, **lab.to_json()}
+
+
+def _loss(lab: BenchLab, losses: list[str], steps: int, bars: Bars) -> list[dict[str, Any]]:
     transports = {"tcp": ("tcp", "restore"), "udp restore": ("udp", "restore"), "udp ignore": ("udp", "ignore")}
     rows: list[dict[str, Any]] = []
     for share in losses:
@@ -83,7 +120,7 @@ def _loss(rate: str, losses: list[str], steps: int, bars: Bars) -> list[dict[str
             for i in rounds
             for name, (transport, on_loss) in transports.items()
         ]
-        records = measure_runs(rate, runs, loss=share)
+        records = measure_runs(lab.at(loss=share), runs)
         for name in transports:
             found = [_row(f"{name} {i}", records) for i in rounds]
             medians = {key: statistics.median(row[key] for row in found) for key in found[0]}
@@ -125,9 +162,9 @@ def _controls() -> list[str]:
     return found
 
 
-def _flows(rate: str, senders: int, streams: int, seconds: float, control: str = "") -> dict[str, Any]:
+def _flows(lab: BenchLab, senders: int, streams: int, seconds: float, control: str = "") -> dict[str, Any]:
     argv = ["thinwire.tools.bench.udp", str(senders), str(streams), str(seconds), control]
-    records = run_in_lab(1 + senders + streams, rate, argv, ("FLOWS", "SENDER"))
+    records = lab.run(1 + senders + streams, argv, ("FLOWS", "SENDER"))
     flows: dict[str, Any] = next(values for kind, values in records if kind == "FLOWS")
     return {**flows, "senders": [values for kind, values in records if kind == "SENDER"]}
 
@@ -135,29 +172,38 @@ def _flows(rate: str, senders: int, streams: int, seconds: float, control: str =
 def _fuzz(count: int) -> dict[str, Any]:
     """Send forged datagrams to a session with a half received message; return how many had no effect."""
     keys = new_keys()
-    theirs, ours = (UdpSession(7, keys, server=server, mtu=1400) for server in (False, True))
+    theirs, ours = (UdpSession(7, keys, 0.0, server=server, mtu=1400) for server in (False, True))
     thread = SocketThread(open_socket(socket.AF_INET), lambda: None, server=True)
     thread.sessions[7] = ours
     true = theirs.encryptor.encrypt_all(_native.pack_data(1, 0, 8, b"head", [bytes(400)] * 8, 0.0, 0))
     thread.inject(true[0], b"theirs", 0.0)
     chance, changed, began = random.Random(0), 0, time.perf_counter()
-    for i in range(count):
-        forged = bytearray(true[i % 8] if i % 3 else chance.randbytes(chance.randrange(1500)))
-        if i % 3 == 1:
-            forged[chance.randrange(len(forged))] ^= 1 << chance.randrange(8)
-        elif i % 3 == 2:
-            forged = forged[: chance.randrange(len(forged))]
-        changed += thread.inject(bytes(forged), b"others", 0.0)
-        changed += ours.reassembly.received != 1 or len(ours.reassembly.open[1].pieces) != 1 or ours.origin != b"theirs"
+    with WorkProgress(f"{count:,} forged datagrams", count) as progress:
+        for i in range(count):
+            changed += thread.inject(_forged(i, true, chance), b"others", 0.0)
+            kept = ours.reassembly.received == 1 and len(ours.reassembly.open[1].pieces) == 1
+            changed += not kept or ours.origin != b"theirs"
+            if i % 1000 == 999:
+                progress.reach(i + 1)
     rejected = dict(thread.rejected + ours.decryptor.rejected)
     thread.close()
     seconds = time.perf_counter() - began
     return {"datagrams": count, "harmless": 1.0 - changed / count, "rejected": rejected, "seconds": seconds}
 
 
+def _forged(i: int, true: list[bytes], chance: random.Random) -> bytes:
+    """Return random bytes, or a true datagram with a flipped bit or without its end."""
+    forged = bytearray(true[i % 8] if i % 3 else chance.randbytes(chance.randrange(1500)))
+    if i % 3 == 1:
+        forged[chance.randrange(len(forged))] ^= 1 << chance.randrange(8)
+    elif i % 3 == 2:
+        forged = forged[: chance.randrange(len(forged))]
+    return bytes(forged)
+
+
 def _sender(seconds: float = 2.0) -> dict[str, float]:
     """Measure how fast one core encrypts datagrams and sends them over loopback, as in training."""
-    session, sock = UdpSession(7, new_keys(), server=False, mtu=1400), open_socket(socket.AF_INET)
+    session, sock = UdpSession(7, new_keys(), 0.0, server=False, mtu=1400), open_socket(socket.AF_INET)
     thread = SocketThread(sock, lambda: None, server=False)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sink:
         sink.bind(("127.0.0.1", 0))
@@ -166,7 +212,7 @@ def _sender(seconds: float = 2.0) -> dict[str, float]:
         while time.thread_time() - began < seconds:
             # The pacer sends this many datagrams at once.
             message = OutgoingMessage(1, b"head", [bytes(1300)] * BURST, 0)
-            datagrams = session.encryptor.encrypt_all(message.packet_contents(BURST))
+            datagrams = session.encryptor.encrypt_all(message.packet_contents(BURST, time.time()))
             thread.send_packets(session, datagrams)
             sent += sum(map(len, datagrams))
         spent = time.thread_time() - began

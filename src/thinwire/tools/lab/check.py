@@ -5,11 +5,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from thinwire.errors import LabError
 from thinwire.tools.lab import shaping
+from thinwire.tools.lab.delay import DelayLine
+from thinwire.tools.lab.lab import network_in
 from thinwire.tools.lab.namespaces import SWITCH, Namespaces
 from thinwire.tools.lab.registry import RunFile
+from thinwire.tools.lab.units import Rates
+
+if TYPE_CHECKING:
+    from thinwire.tools.lab.network import LabNetwork
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ def check() -> list[Ability]:
     finally:
         run_file.remove()
     try:
-        return [Ability("namespaces", True, f"as {spaces.mode}"), *_abilities(spaces)]
+        return [Ability("namespaces", True, f"as {spaces.mode}"), *_abilities(spaces, network_in(spaces, 1))]
     finally:
         spaces.close()
 
@@ -58,7 +65,7 @@ def _why_not(complaint: str) -> str:
     return f"{complaint}; run as root"
 
 
-def _abilities(spaces: Namespaces) -> list[Ability]:
+def _abilities(spaces: Namespaces, network: "LabNetwork") -> list[Ability]:
     def attempt(
         name: str, remedy: str, works: str, action: Callable[..., object], *arguments: object, required: bool = True
     ) -> Ability:
@@ -67,9 +74,6 @@ def _abilities(spaces: Namespaces) -> list[Ability]:
         except LabError as error:
             return Ability(name, False, f"{error}; {remedy}", required)
 
-    def offloads() -> None:
-        spaces.ask("configure", where=SWITCH, devices=["h0"], settings={})
-
     def settings() -> str:
         refused = spaces.ask("configure", where=SWITCH, devices=[], settings=shaping.SETTINGS)["refused"]
         if refused:
@@ -77,17 +81,32 @@ def _abilities(spaces: Namespaces) -> list[Ability]:
         control = spaces.ask("read", where=SWITCH, path="/proc/sys/net/ipv4/tcp_congestion_control")["text"]
         return f"IPv6 off; TCP congestion control of this machine: {control.strip()}"
 
-    tc, nft = (SWITCH, ["tc", "-batch", "-"]), (SWITCH, ["nft", "-f", "-"])
-    rate = shaping.queue_lines("h0", 10**7)
-    delayed = shaping.queue_lines("h0", 10**7, delay=0.001)
-    rules = shaping.loss_rules({0: 0.01}).splitlines()
+    def netem() -> None:
+        network.shape(0, rate, delay=0.001)
+
+    def delay_line() -> str:
+        line = DelayLine(spaces, 1)
+        line.set([0.001], [rate])
+        network.insert_delay_line()
+        return f"used without netem, and if delays differ between hosts; {line.figures().scheduling}"
+
+    rate = Rates(10**7, 10**7)
     isolated, needed = "separate processes, mounts and host name", "process, mount and host name namespaces"
     return [
         attempt("hosts", f"the kernel must have {needed}", isolated, spaces.boot, 1),
-        attempt("cables", "install iproute2", "veth and bridge (iproute2)", spaces.wire, 1),
-        attempt("offloads", "the kernel must let a veth turn its offloads off", "segmentation off", offloads),
-        attempt("rate (tbf)", "install iproute2; the kernel must have tbf", "tc", spaces.batch, *tc, rate),
-        attempt("loss (nftables)", "install nftables", "nft", spaces.batch, *nft, rules, required=False),
-        attempt("delay (netem)", "the kernel must have netem", "tc", spaces.batch, *tc, delayed, required=False),
+        attempt("cables", "the kernel must have veth and bridge", "veth and bridge", network.connect),
+        attempt(
+            "offloads", "the kernel must let a veth turn its offloads off", "segmentation off", network.offloads_off
+        ),
+        attempt("rate (tbf)", "the kernel must have tbf", "token buckets", network.shape, 0, rate),
+        attempt("loss (nftables)", "the kernel must have nf_tables", "rules", network.lose, {0: 0.01}, required=False),
+        attempt("delay (netem)", "the delay line is used instead", "netem", netem, required=False),
+        attempt(
+            "delay (delay line)",
+            "load the kernel module tun, or let this container use /dev/net/tun",
+            "",
+            delay_line,
+            required=False,
+        ),
         attempt("settings", "results may differ slightly between machines", "", settings, required=False),
     ]

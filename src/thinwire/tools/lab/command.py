@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -19,6 +18,8 @@ from rich.table import Table
 from thinwire.tools.lab import check, registry
 from thinwire.tools.lab.lab import Lab
 from thinwire.tools.lab.launching import RunResult
+from thinwire.tools.lab.links import DelayCost, LinkSettings, delay_json, delay_note, parse_hosts
+from thinwire.tools.lab.presets import PRESETS, find_preset
 
 _STDOUT = Path("-")
 
@@ -32,11 +33,13 @@ def lab_command(
         ),
     ] = None,
     hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")] = 2,
+    preset: Annotated[str | None, typer.Option(help=f"Network: {', '.join(PRESETS)}; options override it.")] = None,
     rate: Annotated[str | None, typer.Option(help="Rate of every link in tc's notation: 100mbit, 1gbit.")] = None,
     asymmetric: Annotated[str | None, typer.Option(help="Rates UP/DOWN in place of --rate: 20mbit/100mbit.")] = None,
     host_rate: Annotated[list[str] | None, typer.Option(help="Rate of one host: 3=50mbit; may be repeated.")] = None,
     loss: Annotated[str | None, typer.Option(help="Share of packets lost between any two hosts: 1%.")] = None,
-    delay: Annotated[str | None, typer.Option(help="One-way delay (5ms); the kernel must have netem.")] = None,
+    delay: Annotated[str | None, typer.Option(help="One-way delay between any two hosts: 25ms.")] = None,
+    host_delay: Annotated[list[str] | None, typer.Option(help="Delay of one host: 3=80ms; may be repeated.")] = None,
     per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
     torchrun: Annotated[bool, typer.Option("--torchrun", help="Start torchrun on every host.")] = False,
     timeout: Annotated[float | None, typer.Option(min=0, help="Stop after this many seconds (exit code 124).")] = None,
@@ -57,21 +60,36 @@ def lab_command(
         return _check(json_file) if check_only else _clean()
     if asymmetric is not None and (rate is not None or "/" not in asymmetric):
         raise ValueError("--asymmetric takes UP/DOWN, such as 20mbit/100mbit, and replaces --rate")
-    lab = Lab(hosts, rate=asymmetric or rate, loss=loss, delay=delay, host_rates=dict(map(_host_rate, host_rate or [])))
+    links = _links(preset, asymmetric or rate, delay, loss, host_delay)
+    lab = links.lab(hosts, host_rates=parse_hosts(host_rate, "--host-rate", "3=50mbit"))
     words = _runnable(command)
     if torchrun:
         words, per_host = _torchrun(words, lab, per_host), 1
-    result, up = _run(lab, words, per_host, timeout, sys.stderr if json_file == _STDOUT else sys.stdout)
-    _write_json(json_file, _figures(lab, command or [], result, up))
+    result, up, cost = _run(lab, words, per_host, timeout, sys.stderr if json_file == _STDOUT else sys.stdout)
+    figures = _figures(lab, command or [], result, up)
+    _write_json(json_file, {**figures, "host_delays": dict(links.host_delays), "delay_line": delay_json(cost)})
     if not quiet:
-        _summary(result, up)
+        _summary(result, up, delay_note(links, cost))
     if result.failure:
         print(f"thinwire lab: {result.failure}.", file=sys.stderr)
     return result.exit_code
 
 
-def _run(lab: Lab, words: list[str], ranks: int, timeout: float | None, stream: TextIO) -> tuple[RunResult, float]:
-    """Run the command on all hosts, print its lines to a stream, and return the result and the set-up time."""
+def _links(
+    preset: str | None, rate: str | None, delay: str | None, loss: str | None, host_delay: list[str] | None
+) -> LinkSettings:
+    """Return the settings of the links: what was typed, else the preset's figures."""
+    if preset is not None:
+        chosen = find_preset(preset)
+        rate, delay, loss = rate or chosen.rate, delay or chosen.delay, loss or chosen.loss
+    single = parse_hosts(host_delay, "--host-delay", "3=80ms")
+    return LinkSettings(rate, delay, loss, tuple(single.items()))
+
+
+def _run(
+    lab: Lab, words: list[str], ranks: int, timeout: float | None, stream: TextIO
+) -> tuple[RunResult, float, DelayCost | None]:
+    """Run the command on all hosts, print its lines to a stream; return the result, the set-up time and the delay's."""
 
     def show(host: int, line: str) -> None:
         encoding = stream.encoding or "utf-8"
@@ -88,7 +106,8 @@ def _run(lab: Lab, words: list[str], ranks: int, timeout: float | None, stream: 
     try:
         with lab:
             up = time.monotonic() - began
-            return lab.run(words, per_host=ranks, timeout=timeout, output=show), up
+            result = lab.run(words, per_host=ranks, timeout=timeout, output=show)
+            return result, up, DelayCost.of(lab.delay_figures())
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -100,12 +119,6 @@ def _runnable(command: list[str] | None) -> list[str]:
     if not command[0].endswith(".py") and command[0] not in ("python", "python3") and shutil.which(command[0]) is None:
         raise ValueError(f"the command '{command[0]}' is not found")
     return [sys.executable, *command[1:]] if command[0] in ("python", "python3") else command
-
-
-def _host_rate(text: str) -> tuple[int, str]:
-    if not (match := re.fullmatch(r"(\d+)=(.+)", text)):
-        raise ValueError(f"--host-rate takes HOST=RATE, such as 3=50mbit, not '{text}'")
-    return int(match[1]), match[2]
 
 
 def _torchrun(command: list[str], lab: Lab, per_host: int) -> list[str]:
@@ -144,7 +157,7 @@ def _figures(lab: Lab, command: list[str], result: RunResult, up: float) -> dict
     }
 
 
-def _summary(result: RunResult, up: float) -> None:
+def _summary(result: RunResult, up: float, note: str) -> None:
     table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
     for column in ("host", "exit", "wall s", "cpu s", "MB out", "MB in", "packets out", "packets in"):
         table.add_column(column, justify="left" if column == "host" else "right")
@@ -156,6 +169,8 @@ def _summary(result: RunResult, up: float) -> None:
     console = Console(stderr=True)
     console.print(table)
     console.print(f"{len(result.hosts)} hosts: set up in {up:.2f} s, ran for {result.wall:.2f} s", highlight=False)
+    if note:
+        console.print(f"{note}.", highlight=False)
 
 
 def _check(json_file: Path | None) -> int:

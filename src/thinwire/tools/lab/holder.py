@@ -4,6 +4,7 @@ It answers requests of its owner over a socket and ends with its owner. The kern
 emulated host and removes the namespaces. Run by its path, with the standard library only.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -40,13 +41,15 @@ class Holder:
         self._hosts_file = hosts_file
         self._nets: dict[int, int] = {-1: os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)}
         self._inits: dict[int, int] = {}
+        self._delay_line: socket.socket | None = None
 
     def boot(self, hosts: int) -> dict[str, Any]:
         """Create the network namespaces of all hosts and start process 1 of each."""
         for host in range(hosts):
             kernel.unshare("net")
             self._nets[host] = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        return {"inits": [self._start_init(host) for host in range(hosts)]}
+        handles = [self._nets[host] for host in range(hosts)]
+        return {"inits": [self._start_init(host) for host in range(hosts)], "handles": handles}
 
     def reboot(self, host: int) -> dict[str, Any]:
         """Kill every process of a host and start its process 1 again; the host's link does not change."""
@@ -56,18 +59,17 @@ class Holder:
             os.waitpid(pid, 0)
         return {"init": self._start_init(host)}
 
-    def run(self, where: int, argv: list[str], text: str) -> dict[str, Any]:
-        """Run an administration command (ip, tc, nft or bridge) inside a network namespace."""
+    def netlink(self, where: int, protocol: int, requests: list[str]) -> dict[str, Any]:
+        """Send netlink requests (base64) in a network namespace, up to the first one that the kernel refuses."""
         kernel.setns(self._nets[where], "net")
-        try:
-            done = subprocess.run(argv, input=text, capture_output=True, text=True, pass_fds=tuple(self._nets.values()))
-        except FileNotFoundError:
-            return {"code": 127, "errors": f"the program '{argv[0]}' is not installed"}
-        return {"code": done.returncode, "output": done.stdout, "errors": done.stderr.strip()}
-
-    def peer(self, host: int) -> dict[str, Any]:
-        """Return a path of a host's network namespace for administration commands."""
-        return {"path": f"/proc/self/fd/{self._nets[host]}"}
+        answers = []
+        with kernel.netlink(protocol) as link:
+            for number, request in enumerate(requests):
+                try:
+                    answers.append(kernel.exchange(link, base64.b64decode(request)))
+                except OSError as error:
+                    return {"refused": number, "why": error.strerror}
+        return {"answer": base64.b64encode(b"".join(answers)).decode()}
 
     def read(self, where: int, path: str) -> dict[str, Any]:
         """Return a file of /proc as seen from inside a network namespace."""
@@ -90,6 +92,37 @@ class Holder:
             except OSError as error:
                 refused.append(f"{path}: {error.strerror}")
         return {"refused": refused}
+
+    def start_delay_line(self, program: str, device: str, index: int, switch: int, hosts: int) -> dict[str, Any]:
+        """Create a TAP device for the delay line and start its program, which ends with this process."""
+        kernel.setns(self._nets[-1], "net")
+        tap = kernel.open_tap(device, index)
+        self._delay_line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._delay_line.settimeout(10)
+        passed = theirs.fileno(), tap
+        with theirs:
+            try:
+                subprocess.Popen([program, *map(str, (*passed, index, switch, hosts))], pass_fds=passed)
+            finally:
+                os.close(tap)
+        return {}
+
+    def ask_delay_line(self, requests: list[str]) -> dict[str, Any]:
+        """Send requests to the delay line's program and return its answer to the last one, or the first failure."""
+        assert self._delay_line is not None
+        answer: dict[str, Any] = {}
+        for request in requests:
+            text = b""
+            with contextlib.suppress(OSError):
+                self._delay_line.send(request.encode())
+            with contextlib.suppress(OSError):  # a program that could not start has left an answer
+                text = self._delay_line.recv(1 << 16)
+            if not text:
+                return {"failed": "the delay line has ended"}
+            answer = json.loads(text)
+            if "failed" in answer:
+                break
+        return answer
 
     def _start_init(self, host: int) -> int:
         reader, writer = os.pipe()
@@ -181,7 +214,6 @@ def remove_files(*paths: str) -> None:
 
 def main(control: socket.socket, owner_pid: int, hosts_file: str, run_file: str) -> None:
     """Create the namespaces and fork: the child serves the lab, this process waits for it."""
-    os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:  # the owner was killed while the holder started

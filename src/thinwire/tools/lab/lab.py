@@ -1,23 +1,38 @@
 """The Lab: emulated hosts on one Linux machine, each with its own address and shaped link, joined by a switch.
 
-A lab is a context manager. While it runs, links can be cut, slowed down and made lossy, and hosts can be killed.
+A lab is a context manager. While it runs, links can be cut, slowed down, made longer and made lossy, and hosts can be
+killed.
 """
 
 import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import LabError
 from thinwire.tools.lab import shaping
+from thinwire.tools.lab.delay import DelayFigures, DelayLine, check_carried
 from thinwire.tools.lab.launching import PIPED, HostTraffic, Launch, RunResult, parse_counters
 from thinwire.tools.lab.namespaces import SWITCH, Namespaces
 from thinwire.tools.lab.registry import RunFile
 from thinwire.tools.lab.units import Rates, parse_delay, parse_loss, parse_rates
 
+if TYPE_CHECKING:
+    from thinwire.tools.lab.network import LabNetwork
+
 MOST_HOSTS = 250
-INTERFACE = "eth0"
+_NOT_RUNNING = "the lab is not running: use it inside its 'with' block"
+
+
+def network_in(spaces: Namespaces, hosts: int) -> "LabNetwork":
+    """Return what configures the network of so many hosts in a lab's namespaces."""
+    try:  # only a lab that starts needs pyroute2, whose import takes a tenth of a second
+        from thinwire.tools.lab.network import LabNetwork
+    except ModuleNotFoundError as error:
+        package, advice = str(error.name).partition(".")[0], "pip install 'PATH_OF_THE_CLONE[tools]'"
+        raise LabError(f"the lab needs {package}, which the extra 'tools' brings: {advice}") from None
+    return LabNetwork(spaces, hosts)
 
 
 class Lab:
@@ -26,9 +41,12 @@ class Lab:
     Args:
         hosts: number of hosts, 1 to 250.
         rate: rate of every host's link: `100mbit`, or `20mbit/100mbit` for up and down; None is unlimited.
-        loss: share of packets lost between any two hosts: `"1%"` or 0.01; needs nftables, or a kernel with netem.
-        delay: one-way delay between any two hosts: `"5ms"` or seconds; needs a kernel with netem.
+        loss: share of packets lost between any two hosts: `"1%"` or 0.01; needs a kernel with nf_tables or netem.
+        delay: one-way delay between any two hosts: `"5ms"` or seconds.
         host_rates: rates of single hosts that differ from `rate`.
+        host_delays: delays of single hosts that differ from `delay`. The one-way delay between two hosts is the larger
+            of their two delays, in both directions.
+        delay_line: delay packets by the delay line even where the kernel has netem.
     """
 
     def __init__(
@@ -39,6 +57,8 @@ class Lab:
         loss: str | float | None = None,
         delay: str | float | None = None,
         host_rates: Mapping[int, str | int | Rates | None] | None = None,
+        host_delays: Mapping[int, str | float | None] | None = None,
+        delay_line: bool = False,
     ) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
             raise ValueError(f"a lab has 1 to {MOST_HOSTS} hosts, not {hosts}")
@@ -51,9 +71,16 @@ class Lab:
         self._losses = [self.loss] * hosts
         self._netem_loss = False
         self.delay = parse_delay(delay)
+        self.delays = [self.delay] * hosts
+        for host, longer in (host_delays or {}).items():
+            self.delays[self._checked(host)] = parse_delay(longer, f"the delay of host {host}")
+        self._netem_delay = 0.0
+        self._may_use_netem = not delay_line
+        self._line: DelayLine | None = None
         self._runs = 0
         self._started: list[subprocess.Popen[Any]] = []
         self._namespaces: Namespaces | None = None
+        self._network: LabNetwork | None = None
         self._run_file: RunFile | None = None
         self._owner = os.getpid()
 
@@ -71,7 +98,14 @@ class Lab:
         self._run_file = RunFile({f"h{host}": self.address(host) for host in range(self.hosts)})
         try:
             self._namespaces = Namespaces(self._run_file)
-            self._build(self._namespaces)
+            self._namespaces.boot(self.hosts)
+            self._network = network_in(self._namespaces, self.hosts)
+            self._network.build()
+            if any(self._losses):
+                self._apply_losses()
+            self._shape()
+            if any(self.delays):
+                self._apply_delays()
         except BaseException:
             self.close()
             raise
@@ -82,56 +116,61 @@ class Lab:
             return  # a forked child must not end its parent's lab
         if self._namespaces is not None:
             self._namespaces.close()
-            self._namespaces = None
+            self._namespaces = self._network = self._line = None
         if self._run_file is not None:
             self._run_file.remove()
         for process in self._started:  # all have ended by now, so this only reaps them
             process.wait()
         self._started.clear()
 
-    def _build(self, spaces: Namespaces) -> None:
-        spaces.boot(self.hosts)
-        everyone = range(self.hosts)
-        spaces.wire(self.hosts)
-        spaces.ask("configure", where=SWITCH, devices=[f"h{host}" for host in everyone], settings=shaping.SETTINGS)
-        for host in everyone:
-            spaces.ask("configure", where=host, devices=[INTERFACE], settings=shaping.SETTINGS)
-            spaces.batch(host, ["ip", "-batch", "-"], shaping.host_lines(host, self.hosts))
-        if any(self._losses):
-            self._apply_losses()
-        self._shape(list(everyone))
+    def _shape(self, *hosts: int) -> None:
+        for host in hosts or range(self.hosts):
+            lost = self._losses[host] if self._netem_loss else 0.0
+            self._wires.shape(host, self.rates[host], delay=self._netem_delay, lost=lost)
 
-    def _shape(self, hosts: list[int]) -> None:
-        down = [line for host in hosts for line in shaping.queue_lines(f"h{host}", self.rates[host].down)]
-        try:
-            self._spaces.batch(SWITCH, ["tc", "-batch", "-"], down)
-            for host in hosts:
-                loss = self._losses[host] if self._netem_loss else 0.0
-                up = shaping.queue_lines(INTERFACE, self.rates[host].up, delay=self.delay, loss=loss)
-                self._spaces.batch(host, ["tc", "-batch", "-"], up)
-        except LabError as error:
-            if self.delay and "unknown" in str(error):
-                raise LabError("a delay needs netem, which this kernel does not have: leave the delay out") from None
-            raise
+    def _apply_delays(self) -> None:
+        """Delay packets by netem if the kernel has it and all hosts have the same delay, else by the delay line."""
+        if self._line is None and self._may_use_netem and len(set(self.delays)) == 1:
+            before, self._netem_delay = self._netem_delay, self.delays[0]
+            try:
+                self._shape()
+                return
+            except LabError as error:
+                self._netem_delay = before
+                if "netem" not in str(error):
+                    raise
+                self._may_use_netem = False
+        check_carried(self.rates)
+        line = self._line or DelayLine(self._spaces, self.hosts)
+        line.set(self.delays, self.rates)
+        if self._line is None:  # packets in between arrive twice, which is gentler than not at all
+            self._wires.insert_delay_line()
+            self._line, self._netem_delay = line, 0.0
+            self._shape()
 
     def _apply_losses(self) -> None:
-        rules = shaping.loss_rules(dict(enumerate(self._losses)))
         try:
-            self._spaces.batch(SWITCH, ["nft", "-f", "-"], rules.splitlines())
-        except LabError as no_nft:
+            self._wires.lose(dict(enumerate(self._losses)))
+        except LabError as no_rules:
             self._netem_loss = True
             try:
-                self._shape(list(range(self.hosts)))
+                self._shape()
             except LabError:
                 self._netem_loss = False
-                advice = f"packet loss needs nftables, or a kernel with netem: install nftables ({no_nft})"
+                advice = f"packet loss needs a kernel with nf_tables or netem, and this one has neither ({no_rules})"
                 raise LabError(advice) from None
 
     @property
     def _spaces(self) -> Namespaces:
         if self._namespaces is None:
-            raise LabError("the lab is not running: use it inside its 'with' block")
+            raise LabError(_NOT_RUNNING)
         return self._namespaces
+
+    @property
+    def _wires(self) -> "LabNetwork":
+        if self._network is None:
+            raise LabError(_NOT_RUNNING)
+        return self._network
 
     @property
     def name(self) -> str:
@@ -170,8 +209,8 @@ class Lab:
     def environment(self, host: int) -> dict[str, str]:
         """Return the environment variables that every process of a host gets in addition to the caller's."""
         lab: dict[str, Any] = {"name": self.name, "host": host, "hosts": self.hosts, "rate": str(self.rates[host])}
-        lab |= {"loss": self._losses[host], "delay": self.delay}
-        interface = {f"{user}_SOCKET_IFNAME": INTERFACE for user in ("GLOO", "TP", "NCCL")}
+        lab |= {"loss": self._losses[host], "delay": self.delays[host]}
+        interface = {f"{user}_SOCKET_IFNAME": shaping.INTERFACE for user in ("GLOO", "TP", "NCCL")}
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "THINWIRE_LAB": json.dumps(lab), **interface}
 
     def popen(
@@ -240,18 +279,40 @@ class Lab:
 
     def cut(self, host: int) -> None:
         """Disconnect a host from the switch: its packets are lost, its connections stay open."""
-        self._spaces.batch(SWITCH, ["ip", "-batch", "-"], [f"link set h{self._checked(host)} down"])
+        self._wires.turn(self._checked(host), on=False)
 
     def heal(self, host: int) -> None:
         """Connect a host to the switch again."""
-        self._spaces.batch(SWITCH, ["ip", "-batch", "-"], [f"link set h{self._checked(host)} up"])
+        self._wires.turn(self._checked(host), on=True)
 
     def set_rate(self, host: int, rate: str | int | Rates | None) -> None:
         """Change the rate of a host's link: both directions, or `UP/DOWN`; None removes the limit."""
-        self.rates[self._checked(host)] = parse_rates(rate)
-        self._shape([host])
+        rates = [*self.rates]
+        rates[self._checked(host)] = parse_rates(rate)
+        if self._line is not None:
+            check_carried(rates)
+            self._line.set(self.delays, rates)
+        self.rates = rates
+        self._shape(host)
 
     def set_loss(self, host: int, loss: str | float | None) -> None:
         """Change the loss of a host's link; a packet is dropped with the larger loss of its two links."""
         self._losses[self._checked(host)] = parse_loss(loss)
         self._apply_losses()
+
+    def set_delay(self, host: int, delay: str | float | None) -> None:
+        """Change the delay of a host; the one-way delay between two hosts is the larger of their two delays."""
+        before = [*self.delays]
+        self.delays[self._checked(host)] = parse_delay(delay)
+        try:
+            self._apply_delays()
+        except LabError:
+            self.delays = before
+            raise
+
+    def delay_figures(self, since: DelayFigures | None = None) -> DelayFigures | None:
+        """Return what the delay line did since it started, or since earlier figures; None where none runs."""
+        if self._line is None:
+            return None
+        figures = self._line.figures()
+        return figures if since is None else figures - since

@@ -1,4 +1,4 @@
-"""Measures goodput, loss, packet sizes and set-up times of labs on this machine.
+"""Measures goodput, delay, loss, packet sizes and set-up times of labs on this machine.
 
 `python -m thinwire.tools.lab.measure` prints a table; `--json PATH` writes the same figures. The module also runs on
 the hosts of a lab, as the source or the sink of measured traffic.
@@ -7,6 +7,8 @@ the hosts of a lab, as the source or the sink of measured traffic.
 import contextlib
 import json
 import socket
+import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.errors import LabError
+from thinwire.tools.lab.delay import DelayFigures
 from thinwire.tools.lab.lab import Lab
 from thinwire.tools.lab.shaping import FRAME
 from thinwire.tools.lab.units import parse_rate
@@ -28,6 +31,11 @@ _PAYLOAD = 1448  # bytes of data in a full frame, with TCP timestamps
 _WARM_UP = 1.0  # seconds that a goodput leaves out, while TCP raises its rate
 _CHUNK = 1 << 20
 _DATAGRAM = 256
+_FULL_DATAGRAM = 1472
+_ICMP = struct.Struct("!BBHHH")  # type, code, checksum, identifier, number
+_ECHO_REQUEST = 8
+_SO_TIMESTAMPNS = 35  # Python does not name it
+_TIMESTAMP = struct.Struct("@qq")
 _SILENCE = 2.0  # seconds without a datagram that end a count
 
 
@@ -43,7 +51,7 @@ class LabFigure:
     met: bool
 
 
-def tcp_sink(port: int, seconds: float) -> dict[str, float]:
+def tcp_sink(port: int, seconds: float, warm_up: float) -> dict[str, float]:
     """Receive from one connection and return the goodput after the warm-up in bits per second."""
     with socket.create_server(("0.0.0.0", port)) as server:
         connection, _ = server.accept()
@@ -54,9 +62,9 @@ def tcp_sink(port: int, seconds: float) -> dict[str, float]:
             count = connection.recv_into(buffer)
             now = time.monotonic()
             total += count
-            if not marked and now - began >= _WARM_UP:
+            if not marked and now - began >= warm_up:
                 marked, at_mark = now, total
-            if not count or now - began >= _WARM_UP + seconds:
+            if not count or now - began >= warm_up + seconds:
                 return {"bits_per_second": 8 * (total - at_mark) / (now - marked), "bytes": total}
 
 
@@ -97,9 +105,9 @@ def udp_sink(port: int) -> dict[str, float]:
     return {"received": received, "overrun": int(figures[names.index("RcvbufErrors")])}
 
 
-def udp_source(address: str, port: int, count: int, per_second: float) -> None:
+def udp_source(address: str, port: int, count: int, per_second: float, size: int = _DATAGRAM) -> None:
     """Send `count` datagrams at a constant rate."""
-    datagram = bytes(_DATAGRAM)
+    datagram = bytes(size)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((address, port))
         began = time.monotonic()
@@ -111,8 +119,29 @@ def udp_source(address: str, port: int, count: int, per_second: float) -> None:
                 sock.send(datagram)
 
 
+def ping(address: str, count: int, gap: float) -> dict[str, float]:
+    """Send echo requests, which the other host's kernel answers; return round trips in seconds.
+
+    The kernel notes when an answer arrives, so that it does not matter how late this process wakes up.
+    """
+    trips = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_ICMP) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        sock.settimeout(30)
+        sock.connect((address, 0))
+        for number in range(count):
+            began = time.time_ns()
+            sock.send(_ICMP.pack(_ECHO_REQUEST, 0, 0, 0, number))
+            _, stamps, _, _ = sock.recvmsg(_DATAGRAM, socket.CMSG_SPACE(_TIMESTAMP.size))
+            seconds, nanoseconds = _TIMESTAMP.unpack(stamps[0][2])
+            trips.append((seconds * 10**9 + nanoseconds - began) / 1e9)
+            time.sleep(gap)
+    parts = statistics.quantiles(trips, n=20)
+    return {"least": min(trips), "p5": parts[0], "median": parts[9], "p95": parts[-1], "most": max(trips)}
+
+
 _ROLES: dict[str, Callable[..., dict[str, float] | None]] = {
-    role.__name__: role for role in (tcp_sink, tcp_source, udp_sink, udp_source)
+    role.__name__: role for role in (tcp_sink, tcp_source, udp_sink, udp_source, ping)
 }
 
 
@@ -129,12 +158,13 @@ def _answer(process: "subprocess.Popen[Any]", timeout: float) -> dict[str, float
     return answer
 
 
-def goodput(lab: Lab, pairs: list[tuple[int, int]], *, seconds: float = 4.0) -> list[float]:
+def goodput(lab: Lab, pairs: list[tuple[int, int]], *, seconds: float = 4.0, warm_up: float = _WARM_UP) -> list[float]:
     """Return the TCP goodput in bits per second from sender to receiver, for all pairs at the same time."""
     flows = [(port, *pair) for port, pair in enumerate(pairs, 5000)]
-    sinks = [_start(lab, receiver, tcp_sink, port, seconds, stdout=subprocess.PIPE) for port, _, receiver in flows]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE}
+    sinks = [_start(lab, receiver, tcp_sink, port, seconds, warm_up, **options) for port, _, receiver in flows]
     sources = [_start(lab, sender, tcp_source, lab.address(receiver), port) for port, sender, receiver in flows]
-    figures = [_answer(sink, seconds + 60)["bits_per_second"] for sink in sinks]
+    figures = [_answer(sink, warm_up + seconds + 60)["bits_per_second"] for sink in sinks]
     for source in sources:
         source.wait(timeout=60)
     return figures
@@ -149,6 +179,27 @@ def loss(lab: Lab, sender: int, receiver: int, *, count: int = 60_000, per_secon
     answer = _answer(sink, count / per_second + 60)
     source.wait(timeout=60)
     return 1 - (answer["received"] + answer["overrun"]) / count
+
+
+def round_trips(lab: Lab, sender: int, receiver: int, *, count: int = 200, gap: float = 0.005) -> dict[str, float]:
+    """Return the least, median and largest round trip between two hosts in seconds, and the 5th and 95th percentile."""
+    process = _start(lab, sender, ping, lab.address(receiver), count, gap, stdout=subprocess.PIPE)
+    return _answer(process, count * (gap + 1) + 60)
+
+
+def delay_cost(lab: Lab, *, count: int = 40_000, per_second: float = 15_000) -> float | None:
+    """Return the processor time in seconds that the delay line takes for a full packet; None where none runs.
+
+    The packets go from host 0 to host 1, which is disconnected meanwhile: the switch drops them after the delay line.
+    """
+    lab.cut(1)
+    before = lab.delay_figures()
+    source = _start(lab, 0, udp_source, lab.address(1), 6000, count, per_second, _FULL_DATAGRAM)
+    source.wait(timeout=count / per_second + 60)
+    time.sleep(max(lab.delays) + 0.1)
+    lab.heal(1)
+    line = lab.delay_figures(before)
+    return line.cpu_seconds / max(1, line.packets) if line is not None else None
 
 
 def mean_packet(lab: Lab) -> float:
@@ -185,6 +236,40 @@ def _losses() -> Iterator[LabFigure]:
         yield LabFigure(f"UDP loss, {percent}% requested", percent, measured, "%", "within 20%", met)
 
 
+def _delays() -> Iterator[LabFigure]:
+    for delay in (10, 25, 50):
+        with Lab(4, rate="100mbit", delay=f"{delay}ms") as lab:
+            for pair in ((0, 1), (2, 3)):
+                found = {name: seconds * 1e3 for name, seconds in round_trips(lab, *pair).items()}
+                what = f"round trip h{pair[0]} to h{pair[1]}, {delay} ms one way"
+                median, spread = found["median"], found["p95"] - found["p5"]
+                yield LabFigure(what, 2 * delay, median, "ms", "within 1 ms", abs(median - 2 * delay) <= 1)
+                yield LabFigure(f"{what}: p95 - p5", 0, spread, "ms", "under 0.5 ms", spread < 0.5)
+    for flows in ([(0, 1)], [(0, 1), (1, 2), (2, 3), (3, 0)]):
+        with Lab(4, rate="100mbit", delay="25ms") as lab:
+            before = lab.delay_figures()
+            worst = min(goodput(lab, flows, warm_up=5)) / 1e6
+            line = lab.delay_figures(before)
+        what = f"{len(flows)} TCP flow{'s' if len(flows) > 1 else ''}, 100mbit, 25 ms one way"
+        yield LabFigure(f"{what}: least goodput after 5 s", 100, worst, "Mbit/s", "at least 90", worst >= 90)
+        if line is not None:
+            yield from _costs(what, line)
+    with Lab(2, rate="200mbit", delay="25ms") as lab:
+        alone = delay_cost(lab)
+    if alone is not None:
+        what = "processor time of a packet in the delay line"
+        yield LabFigure(what, 0, alone * 1e6, "us", "at most 10", alone <= 1e-5)
+
+
+def _costs(what: str, line: DelayFigures) -> Iterator[LabFigure]:
+    each = line.cpu_seconds * 1e6 / max(1, line.packets)
+    yield LabFigure(f"{what}: time of a packet up to its socket", 0, each, "us", "at most 15", each <= 15)
+    yield LabFigure(f"{what}: delay line's share of a core", 0, line.share, "", "at most 0.5", line.share <= 0.5)
+    late = line.p99_late_ms
+    yield LabFigure(f"{what}: p99 lateness", 0, late, "ms", "under 1 ms", late < 1)
+    yield LabFigure(f"{what}: dropped by the delay line", 0, line.dropped, "packets", "none", line.dropped == 0)
+
+
 def _lifecycle() -> Iterator[LabFigure]:
     for hosts in (14, 64):
         began = time.monotonic()
@@ -193,19 +278,24 @@ def _lifecycle() -> Iterator[LabFigure]:
             ended = lab.run(["true"]).exit_code
             began = time.monotonic()
         down = time.monotonic() - began
-        bars = ("under 5 s", "under 3 s") if hosts == 14 else ("works", "works")
-        yield LabFigure(f"set-up of {hosts} hosts", 0, up, "s", bars[0], ended == 0 and (hosts != 14 or up < 5))
-        yield LabFigure(f"removal of {hosts} hosts", 0, down, "s", bars[1], ended == 0 and (hosts != 14 or down < 3))
+        bars = ("under 2 s", "under 1 s") if hosts == 14 else ("works", "works")
+        yield LabFigure(f"set-up of {hosts} hosts", 0, up, "s", bars[0], ended == 0 and (hosts != 14 or up < 2))
+        yield LabFigure(f"removal of {hosts} hosts", 0, down, "s", bars[1], ended == 0 and (hosts != 14 or down < 1))
 
 
-_PARTS: dict[str, Callable[[], Iterator[LabFigure]]] = {"goodput": _goodputs, "loss": _losses, "lifecycle": _lifecycle}
+_PARTS: dict[str, Callable[[], Iterator[LabFigure]]] = {
+    "goodput": _goodputs,
+    "delay": _delays,
+    "loss": _losses,
+    "lifecycle": _lifecycle,
+}
 
 
 def main(
-    only: Annotated[str | None, typer.Option(help="One part: goodput, loss or lifecycle.")] = None,
+    only: Annotated[str | None, typer.Option(help="One part: goodput, delay, loss or lifecycle.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures as JSON.")] = None,
 ) -> None:
-    """Measure labs on this machine, which takes about a minute."""
+    """Measure labs on this machine, which takes about two minutes."""
     if only is not None and only not in _PARTS:
         raise typer.BadParameter(f"the parts are {', '.join(_PARTS)}", param_hint="--only")
     console = Console()

@@ -3,6 +3,7 @@
 Namespaces have no names in the file system. They exist as long as the holder, and the holder as long as its owner.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -10,12 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import LabError
-from thinwire.tools.lab import shaping
 from thinwire.tools.lab.registry import RunFile
+
+if TYPE_CHECKING:
+    from thinwire.tools.lab.netlink import KernelRequest
 
 _HERE = Path(__file__).parent
 _PYTHON = [sys.executable, "-I", "-S"]  # without site packages and environment, so that it starts in milliseconds
@@ -31,6 +35,7 @@ class Namespaces:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
         self._inits: list[int] = []
+        self.handles: list[int] = []  # the hosts' network namespaces, as file descriptors of the holder
         argv = [*_PYTHON, str(_HERE / "holder.py"), str(theirs.fileno()), str(os.getpid())]
         argv += [str(run_file.hosts_path), str(run_file.path)]
         with theirs:
@@ -39,34 +44,35 @@ class Namespaces:
                 argv, pass_fds=[theirs.fileno()], start_new_session=True, cwd="/", **silent
             )
         self._stream = self._control.makefile("rw")
-        run_file.write(self._process.pid)
         try:
+            run_file.write(self._process.pid)
             self.mode = str(self._answer()["mode"])
-        except LabError as error:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, LabError):
+                raise
             why = f"this machine does not allow network namespaces ({error}): run 'thinwire lab --check' for details"
             raise LabError(why) from None
 
     def boot(self, hosts: int) -> None:
         """Create the hosts."""
-        self._inits = self.ask("boot", hosts=hosts)["inits"]
-
-    def wire(self, hosts: int) -> None:
-        """Build the switch and connect every host to it."""
-        peers = [self.ask("peer", host=host)["path"] for host in range(hosts)]
-        self.batch(SWITCH, ["ip", "-batch", "-"], shaping.switch_lines(peers))
-        self.batch(SWITCH, ["bridge", "-batch", "-"], shaping.forwarding_lines(hosts))
+        answer = self.ask("boot", hosts=hosts)
+        self._inits, self.handles = answer["inits"], answer["handles"]
 
     def reboot(self, host: int) -> None:
         """Kill all processes of a host; new ones can be started afterwards."""
         self._inits[host] = self.ask("reboot", host=host)["init"]
 
-    def batch(self, where: int, argv: list[str], lines: list[str]) -> None:
-        """Run ip, tc, bridge or nft in a host or the SWITCH with lines as its input; raise LabError if it fails."""
-        answer = self.ask("run", where=where, argv=argv, text="\n".join(lines) + "\n")
-        if answer["code"] != 0:
-            complaint = answer["errors"].splitlines()[0] if answer["errors"] else f"exit code {answer['code']}"
-            raise LabError(f"{argv[0]} failed in the lab: {complaint.removeprefix('Error: ').rstrip('.')}")
+    def send(self, where: int, requests: "Sequence[KernelRequest]") -> bytes:
+        """Send requests to the kernel from a host or the SWITCH and return its answers; raise LabError if it refuses.
+
+        All requests have the same protocol.
+        """
+        encoded = [base64.b64encode(request.data).decode() for request in requests]
+        answer = self.ask("netlink", where=where, protocol=requests[0].protocol, requests=encoded)
+        if "refused" in answer:
+            raise LabError(f"the kernel refused to {requests[answer['refused']].what}: {answer['why']}")
+        return base64.b64decode(answer["answer"])
 
     def ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """Send one request to the holder and return its answer."""

@@ -47,13 +47,18 @@ class RunFile:
         self.name = f"tw{os.getpid()}-{secrets.token_hex(3)}"
         self.path = directory() / f"{self.name}.json"
         self.hosts_path = directory() / f"{self.name}.hosts"
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
-        # torch looks up the name of the IPv4-mapped address; with the plain name the host would have two addresses.
-        lines += [f"::ffff:{address} {name}-mapped" for name, address in addresses.items()]
-        self.hosts_path.write_text("\n".join(lines) + "\n")
+        self._addresses = addresses
 
     def write(self, holder: int) -> None:
-        """Record the processes that own and hold the lab."""
+        """Write both files and record the processes that own and hold the lab.
+
+        The holder, which removes the files if the owner is killed, must run already.
+        """
+        addresses = self._addresses.items()
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses)]
+        # torch looks up the name of the IPv4-mapped address; with the plain name the host would have two addresses.
+        lines += [f"::ffff:{address} {name}-mapped" for name, address in addresses]
+        self.hosts_path.write_text("\n".join(lines) + "\n")
         owner = os.getpid()
         entry = {"owner": [owner, started(owner)], "holder": [holder, started(holder)], "space": os.readlink(_SPACE)}
         self.path.write_text(json.dumps(entry))

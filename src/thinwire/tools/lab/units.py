@@ -18,6 +18,11 @@ class Rates:
     up: int | None = None
     down: int | None = None
 
+    @property
+    def limited(self) -> bool:
+        """Whether any direction has a limit."""
+        return self.up is not None or self.down is not None
+
     def __str__(self) -> str:
         if self.up == self.down:
             return format_rate(self.up)
@@ -78,8 +83,8 @@ def parse_loss(loss: str | float | None) -> float:
 
 
 def parse_delay(delay: str | float | None, what: str = "the delay") -> float:
-    """Turn `5ms` (also us and s), or a number of seconds, into seconds."""
-    if delay is None:
+    """Turn `5ms` (also us and s), `0`, or a number of seconds, into seconds."""
+    if delay is None or delay == "0":
         return 0.0
     if isinstance(delay, str):
         match = _DELAY.fullmatch(delay.strip().lower())
@@ -89,3 +94,11 @@ def parse_delay(delay: str | float | None, what: str = "the delay") -> float:
     if not 0 <= value <= 60:
         raise ValueError(f"{what} '{delay}' is not understood; write a time up to 60s, such as 5ms or 200us")
     return value
+
+
+def format_delay(seconds: float) -> str:
+    """Return a delay in the notation of tc: `25ms`, `1.5s`, or `0`."""
+    if seconds == 0:
+        return "0"
+    unit = next(unit for unit in ("s", "ms", "us") if seconds >= _SECONDS[unit] or unit == "us")
+    return f"{seconds / _SECONDS[unit]:.6g}{unit}"

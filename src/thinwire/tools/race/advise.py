@@ -6,7 +6,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import Vector
 from thinwire.codec.selection import NativeGroup
 from thinwire.errors import RecipeError
-from thinwire.exchange.channel import Channel, gather_json
+from thinwire.exchange.channel import OwnGroups, gather_json
 from thinwire.link.autotune import codec_seconds, conversion_seconds, probe_network
 from thinwire.tools.lab.units import parse_rates
 from thinwire.tools.observe import describe_machine, now
@@ -36,14 +36,13 @@ from thinwire.tune.forecast import (
     FP16,
     CodecTimes,
     Forecast,
-    LinearTime,
     Network,
     Setting,
     TuningPolicy,
     Workload,
     forecast,
 )
-from thinwire.tune.presets import resolve_codec
+from thinwire.tune.presets import LOCAL, resolve_codec
 
 # Rates over which the predictions are drawn: 1 Mbit/s to 100 Gbit/s.
 LOWEST, HIGHEST = 1e6, 1e11
@@ -136,15 +135,33 @@ def advise(
     else:
         said = f"Compress: {best.method} takes {best.time} a step where dense takes {dense.time}, {gain:.1f}x as long; "
         said += f"use {'thinwire.' if best.exchange else ''}{best.setting}"
-    return Advice(rows, best, f"{said}.{_caveat(rows, best, optimizer)}")
+    times = update_times(work, network) if optimizer else {}
+    return Advice(rows, best, f"{said}.{_caveat(rows, best, optimizer, times)}")
 
 
-def _caveat(rows: Sequence[Prediction], best: Prediction, optimizer: str) -> str:
+def update_times(work: Workload, network: Network) -> dict[str, float]:
+    """Return the predicted step time of the presets that exchange low-rank updates, without the time to compress them.
+
+    With local steps the exchange overlaps the next steps, and only what it takes longer than those is waited for.
+    """
+    found = {}
+    for name, every in {"update": 1, **LOCAL}.items():
+        codec = resolve_codec(name)
+        numbers = codec.selection.expected(work.elements, 0)
+        exchange = network.scatter(numbers * codec.values.bits / 8.0)
+        waited = exchange if every == 1 else max(exchange - every * work.compute, 0.0) / every
+        found[name] = work.compute + waited
+    return found
+
+
+def _caveat(rows: Sequence[Prediction], best: Prediction, optimizer: str, times: Mapping[str, float]) -> str:
     if optimizer:
+        shown = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in times.items())
         return (
             f" Compressing gradients trains worse with {optimizer}, so that these methods are not recommended: "
-            "thinwire.attach(model, optimizer=optimizer) exchanges updates instead, which this forecast leaves out; "
-            "thinwire race --methods dense,update measures it."
+            "thinwire.attach(model, optimizer=optimizer) exchanges updates instead. Predicted steps, without the time "
+            f"to compress: {shown}. Local steps train worse per step (docs/settings.md has what was measured): take "
+            "the first that hides the network, and measure with thinwire race --methods dense,update,local16."
         )
     faster = [row.method for row in rows if row.method not in TRAINED and row.seconds < 0.97 * best.seconds]
     if not faster:
@@ -378,9 +395,7 @@ class Wire:
 
     def at(self, rate: float) -> Network:
         """Return the same network at another rate."""
-        ideal = Network.ideal(self.network.world, GOODPUT * rate, 0.0)
-        gather = LinearTime(self.network.gather.fixed, ideal.gather.per_byte)
-        return Network(self.network.world, gather, LinearTime(self.network.reduce.fixed, ideal.reduce.per_byte))
+        return self.network.at_rate(GOODPUT * rate)
 
 
 def wire_of(workers: int, rate: str, delay: float) -> Wire:
@@ -394,12 +409,14 @@ def wire_of(workers: int, rate: str, delay: float) -> Wire:
 
 def probed_wire() -> Wire:
     """Measure the network of the default process group; call it on all ranks."""
-    channel = Channel(dist.group.WORLD)  # type: ignore[arg-type]
+    groups = OwnGroups(dist.distributed_c10d._get_default_group(), torch.device("cpu"), None)
+    channel = groups.all
     network = probe_network(channel)
     rate = network.bandwidth / GOODPUT
     machines = gather_json(channel, _machine())
     crowded = torch.get_num_threads() * machines.count(machines[channel.rank]) > (os.cpu_count() or 1)
     anywhere = any(gather_json(channel, crowded))
+    groups.close()
     return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True, anywhere)
 
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, get_args
 
 import typer
 
+from thinwire.tools.lab.links import LinkSettings, parse_hosts
+from thinwire.tools.lab.presets import PRESETS, find_preset
 from thinwire.tools.options import typed
 
 Config = TypeVar("Config", bound="RunConfig")
@@ -30,8 +32,21 @@ _train, _server, _network, _output = (partial(_setting, table) for table in TABL
 class LabConfig:
     """The settings of emulated links."""
 
+    preset: str | None = _network(None, f"Emulate a kind of network: {', '.join(PRESETS)}.", "wan")
     rate: str | None = _network(None, "Emulate hosts whose links have this rate. Default: local processes.", "100mbit")
-    loss: str | None = _network(None, "With rate and server: the share of packets that every link loses.", "1%")
+    delay: str | None = _network(None, "Emulate hosts with this one-way delay between any two of them.", "25ms")
+    host_delay: str | None = _network(None, "Delays of single hosts, comma-separated.", "3=80ms")
+    loss: str | None = _network(None, "Emulate links that lose this share of packets.", "1%")
+
+    def links(self) -> LinkSettings:
+        """Return the settings of the emulated links: each as it was given, else the preset's."""
+        figures = {name: getattr(self, name) for name in ("rate", "delay", "loss")}
+        if self.preset is not None:
+            chosen = find_preset(self.preset)
+            figures = {name: getattr(chosen, name) if given is None else given for name, given in figures.items()}
+        figures["rate"] = None if figures["rate"] == "none" else figures["rate"]
+        single = parse_hosts([self.host_delay] if self.host_delay else [], "--host-delay", "3=80ms")
+        return LinkSettings(**figures, host_delays=tuple(single.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +124,9 @@ class ServeConfig(RunConfig):
 def load_config(kind: type[Config], path: Path | None, context: typer.Context) -> Config:
     """Return the settings: defaults, then the file's, then the options that were typed."""
     found = _read(kind, path) if path is not None else {}
-    found |= {name: context.params[name] for name in typed(context, [item.name for item in fields(kind)])}
+    for name in typed(context, [item.name for item in fields(kind)]):
+        value = context.params[name]
+        found[name] = ",".join(value) if isinstance(value, list) else value  # a list is of repeated options
     return kind(**found)
 
 

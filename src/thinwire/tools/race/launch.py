@@ -18,22 +18,25 @@ from thinwire.errors import ThinwireError
 from thinwire.tools.events import Eval, Event, EventLog, Step
 from thinwire.tools.lab import Lab
 from thinwire.tools.lab.check import check, ready
+from thinwire.tools.lab.delay import DelayFigures
 from thinwire.tools.lab.launching import PIPED, Launch
+from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.options import LINE_EVERY
+from thinwire.tools.progress import duration, lines_every, print_line
 from thinwire.tools.race.training import WARNING, Plan, parse
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Where a training runs: its workers, the rate of their links (None: local processes), and the command typed."""
+    """Where a training runs: its workers, their links (local processes, if nothing is emulated), the command typed."""
 
     workers: int
-    rate: str | None
+    links: LinkSettings
     command: str
 
     def __str__(self) -> str:
-        return f"{self.workers} workers {f'at {self.rate}' if self.rate else 'without a rate limit'}"
+        return f"{self.workers} workers {self.links}"
 
 
 def make_plan(
@@ -84,9 +87,17 @@ class WorkFailed(ThinwireError):
 
 
 def launch(
-    argv: list[str], workers: int, rate: str | None, output: Callable[[int, str], None], *, loss: str | None = None
+    argv: list[str],
+    workers: int,
+    links: LinkSettings,
+    output: Callable[[int, str], None],
+    *,
+    started: Callable[[Lab], None] = lambda lab: None,
 ) -> None:
-    """Run a command to its end as one process per worker; `output` gets each line. `loss` is the emulated links'."""
+    """Run a command to its end as one process per worker, on emulated hosts if the links have any settings.
+
+    `output` gets each line, `started` the lab when it runs.
+    """
     failures: list[str] = []
 
     def read(host: int, line: str) -> None:
@@ -94,13 +105,14 @@ def launch(
             failures.append(line[7:])
         output(host, line)
 
-    if rate is not None:
+    if links.emulated:
         abilities = check()
         if not ready(abilities):
             why = "; ".join(f"{a.name}: {a.detail}" for a in abilities if a.required and not a.works)
             hint = "run as root, or use --rate none for plain loopback"
-            raise ThinwireError(f"this machine cannot emulate hosts at {rate} ({why}): {hint}")
-        with Lab(workers, rate=rate, loss=loss) as lab:
+            raise ThinwireError(f"this machine cannot emulate hosts {links} ({why}): {hint}")
+        with links.lab(workers) as lab:
+            started(lab)
             result = lab.run(argv, output=read)
         spoke = list(result.hosts[result.failed].lines) if result.failed is not None else []
         failure, last = result.failure, _last_line(spoke)
@@ -144,16 +156,20 @@ def _last_line(lines: Sequence[str]) -> str:
 
 
 class RunProgress:
-    """Shows on stderr how far runs are: bars on a terminal, otherwise a line every few seconds."""
+    """Shows on stderr how far runs are: bars on a terminal, otherwise a line at the start and every few seconds."""
 
     def __init__(self, names: list[str], totals: list[int], metric: str, console: Console | None = None) -> None:
         self._names, self._totals, self._metric = names, totals, metric
         self.console = console if console is not None else Console(stderr=True)
         self._bars = self._make_bars() if self.console.is_terminal else None
         self._tasks = self._make_tasks(self._bars) if self._bars is not None else []
+        self._lines = lines_every(LINE_EVERY, self._sentence, self.console)
         self._began: dict[int, float] = {}
-        self._said = time.monotonic()
+        self._created = time.monotonic()
+        self._latest: int | None = None  # the run that made the last event
+        self._ended: dict[int, float] = {}
         self._step = [0] * len(names)
+        self._first = [0] * len(names)  # step at which the clock of each run was set
         self._loss = [math.nan] * len(names)
         self._value: list[float | None] = [None] * len(names)
         self._sent = [0] * len(names)
@@ -180,11 +196,16 @@ class RunProgress:
     def __enter__(self) -> "RunProgress":
         if self._bars is not None:
             self._bars.start()
+        else:
+            print_line(self.console, f"{', '.join(dict.fromkeys(self._names))}: starting the workers ...")
+            self._lines.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._bars is not None:
             self._bars.stop()
+        else:
+            self._lines.__exit__(None, None, None)
 
     def watch(self, run: int, event: Event | str) -> None:
         """Take in an event of rank 0, or the reason of a run's end."""
@@ -192,19 +213,32 @@ class RunProgress:
         first = run not in self._began
         self._began.setdefault(run, now)
         if isinstance(event, Step):
+            self._first[run] = self._first[run] or event.step
             self._step[run], self._loss[run] = event.step, event.loss
             self._sent[run] += event.bytes_sent
         elif isinstance(event, Eval) and event.split == "test":
             self._value[run] = event.value
+        self._latest = run
+        if ended:
+            self._ended[run] = now
         if self._bars is not None:
             if first:
                 self._bars.start_task(self._tasks[run])
             news = f"loss {self._loss[run]:.3f}{self._shown(run, ' ')} {self._sent[run] / 1e6:,.1f} MB"
             total = self._step[run] if ended else None  # None: as before
             self._bars.update(self._tasks[run], completed=self._step[run], total=total, news=news)
-        elif ended or now - self._said >= LINE_EVERY:
-            self._said = now
-            self.console.print(self.line(run, now, ended=ended), highlight=False, soft_wrap=True)
+        elif ended:
+            print_line(self.console, self.line(run, now, ended=True))
+
+    def _sentence(self) -> str:
+        """Return the line of the present moment."""
+        now, run = time.monotonic(), self._latest
+        if run is None:
+            return f"starting the workers, {duration(now - self._created)} so far"
+        if run not in self._ended:
+            return self.line(run, now)
+        what = f"starting {self._names[run + 1]}" if run + 1 < len(self._names) else "ending the workers"
+        return f"{what}, {duration(now - self._ended[run])} so far"
 
     def _shown(self, run: int, before: str) -> str:
         value = self._value[run]
@@ -219,9 +253,11 @@ class RunProgress:
         figures = f"loss {self._loss[run]:.3f}{self._shown(run, ', ')}, {self._sent[run] / 1e6:,.1f} MB sent"
         seconds = now - self._began[run]
         if ended:
-            return f"{self._names[run]}{place}: ended after {step} steps in {seconds:.0f} s, {figures}"
+            return f"{self._names[run]}{place}: ended after {step} steps in {duration(seconds)}, {figures}"
         # The first step only sets the clock, so the others tell the pace.
-        left = f", at most {seconds / (step - 1) * (total - step):.0f} s left" if step > 1 else ""
+        made, left = step - self._first[run], ""
+        if made > 0 and step < total:
+            left = f", at most {duration(seconds / made * (total - step))} left{' in this run' if place else ''}"
         return f"{self._names[run]}{place}: step {step} of {total}, {figures}{left}"
 
 
@@ -233,6 +269,20 @@ class Follower:
     ) -> None:
         self._logs, self._progress, self._every_rank = logs, progress, every_rank
         self._console = Console(stderr=True) if progress is None else progress.console
+        self._lab: Lab | None = None
+        self._delayed: DelayFigures | None = None  # what the delay line did up to the end of the last run
+
+    def started(self, lab: Lab) -> None:
+        """Take note of the lab in which the workers run: the cost of its delay line goes to the logs."""
+        self._lab = lab
+
+    def _delay_line(self) -> dict[str, float]:
+        """Return the figures of the delay line since the last run for the end of a log; none where none runs."""
+        if self._lab is None or (now := self._lab.delay_figures()) is None:
+            return {}
+        since, self._delayed = now - self._delayed if self._delayed is not None else now, now
+        names = ("share", "p99_late_ms", "packets", "dropped")
+        return {f"delay_line_{name}": getattr(since, name) for name in names}
 
     def read(self, host: int, line: str) -> None:
         """Take in a line that a worker printed: an event, or a warning, which is shown. Other lines are left out."""
@@ -245,7 +295,7 @@ class Follower:
         """Take in an event, or the reason of a run's end."""
         first = not isinstance(event, Step) or event.rank == 0
         if isinstance(event, str):
-            self._logs[run].end(event)
+            self._logs[run].end(event, **self._delay_line())
         elif first or self._every_rank:
             self._logs[run].write(event)
         if first and self._progress is not None:

@@ -16,10 +16,10 @@ from thinwire.codec.feedback import MomentumCorrection
 from thinwire.exchange.choose import NAMES
 from thinwire.hooks.attach import attach
 from thinwire.link.link import Link
-from thinwire.tune.presets import PRESETS, resolve_codec
+from thinwire.tune.presets import LOCAL, PRESETS, resolve_codec
 
 BASELINES = ("infinite", "dense", "fp16", "powersgd")
-UPDATES = ("update", "rotate")  # presets that compress updates of parameters instead of gradients
+UPDATES = ("update", "rotate", *LOCAL)  # presets that compress updates of parameters instead of gradients
 
 
 def check_method(name: str) -> None:

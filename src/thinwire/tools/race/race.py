@@ -13,6 +13,7 @@ from typing import Any
 import thinwire
 from thinwire.server.replicas import check_on_loss
 from thinwire.tools.events import EventLog, RunLog, read_log
+from thinwire.tools.lab.links import delay_json, delay_note
 from thinwire.tools.lab.units import parse_loss
 from thinwire.tools.options import listed
 from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
@@ -27,6 +28,7 @@ from thinwire.tools.report.page import megabytes
 from thinwire.tools.report.summary import (
     MethodSummary,
     bytes_per_host_step,
+    delay_cost,
     last_value,
     settled,
     step_seconds,
@@ -48,6 +50,11 @@ class Result:
     methods: list[MethodResult]
     logs: list[RunLog]
     higher_is_better: bool = True  # of the metric
+
+    @property
+    def note(self) -> str:
+        """What the table states about delayed packets."""
+        return delay_note(self.place.links, delay_cost(self.logs))
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
@@ -85,7 +92,7 @@ class Result:
             why = f"no method reached {name_metric(self.target, self.metric)}"
         took = f"A step with {best.name} takes {best.step_ms:,.0f} ms, with dense {dense.step_ms:,.0f} ms"
         said = f"Not decided {where}: {why}. {took}"
-        ours, theirs = best.test_accuracy, dense.test_accuracy
+        ours, theirs = best.test_metric, dense.test_metric
         if ours is not None and theirs is not None:
             up = self.higher_is_better
             worse = not reaches(ours, theirs, higher_is_better=up)
@@ -102,7 +109,8 @@ def _article(metric: str) -> str:
 def _common(result: "Result | LossResult") -> dict[str, Any]:
     return {
         "workers": result.place.workers,
-        "rate": result.place.rate or "none",
+        **result.place.links.to_json(),
+        "delay_line": delay_json(delay_cost(result.logs)),
         "recipe": result.recipe,
         "metric": result.metric,
         "higher_is_better": result.higher_is_better,
@@ -125,7 +133,8 @@ def run_race(recipe: Recipe, work: Work, place: ClusterSpec, logs: Path, progres
     runs = [describe_run(recipe, work.plan, place, method, seed) for method, seed in work.runs]
     writers = [EventLog(logs / f"{run.method.replace('+', '-')}-{run.seed}.jsonl", run) for run in runs]
     try:
-        launch(work.command(), place.workers, place.rate, Follower(writers, progress).read)
+        follower = Follower(writers, progress)
+        launch(work.command(), place.workers, place.links, follower.read, started=follower.started)
     except KeyboardInterrupt as error:
         done = [writer.log for writer in writers if writer.log.end is not None]
         raced = [log for log in done if log.run.method != "infinite"]
@@ -199,8 +208,8 @@ class TransportResult:
     step_ms: float
     wait_ms: float  # mean over steps and workers of the time that a step waits for communication
     bytes_per_host_step: float
-    test_accuracy: float | None
-    train_accuracy: float | None
+    test_metric: float | None
+    train_metric: float | None
     datagrams: int  # that carried gradients
     datagrams_lost: int
     restored: float  # sum of the magnitudes that returned to the workers' residuals
@@ -218,9 +227,16 @@ class LossResult:
     logs: list[RunLog]
     higher_is_better: bool = True  # of the metric
 
+    @property
+    def note(self) -> str:
+        """What the table states about delayed packets."""
+        return delay_note(self.place.links, delay_cost(self.logs))
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
-        return {"runs": [asdict(run) for run in self.runs], **_common(self)}
+        common = _common(self)
+        del common["packet_loss"]  # each run has its own
+        return {"runs": [asdict(run) for run in self.runs], **common}
 
     def verdict(self) -> str:
         """Say at which loss a step waits less over udp than over tcp."""
@@ -232,6 +248,7 @@ class LossResult:
         each = ", ".join(f"{gain:.2f}x at {loss}" for loss, gain in gains.items())
         better = [loss for loss, gain in gains.items() if gain > 1.0]
         where = f"udp waits less than tcp at {' and '.join(better)} loss" if better else "udp waits longer than tcp"
+        where += f" with {self.place.links.delays} one way" if self.place.links.delayed else ""
         return f"{where}: tcp's wait over udp's is {each}."
 
     def rows(self) -> list[Row]:
@@ -244,7 +261,7 @@ class LossResult:
                 "sent": megabytes(r.bytes_per_host_step),
                 "lost": f"{r.datagrams_lost / r.datagrams:.2%}" if r.datagrams else "-",
                 "restored": f"{r.restored:,.3g}" if r.datagrams else "-",
-                f"test {metric_title(self.metric)}": show_metric(r.test_accuracy, self.metric),
+                f"test {metric_title(self.metric)}": show_metric(r.test_metric, self.metric),
             }
             for r, log in zip(self.runs, self.logs, strict=True)
         ]
@@ -258,7 +275,9 @@ def race_transports(
     for way in ways:
         settings = replace(work.settings, transport=way.transport, on_loss=way.on_loss)
         path = logs / f"{way.name}-{way.loss.rstrip('%')}.jsonl"
-        ServedTraining(recipe, replace(work, settings=settings), place, path, way.loss, f"{way.name} {way.loss}").run()
+        lossy = replace(place, links=replace(place.links, loss=way.loss))
+        label = " ".join(filter(None, (way.name, way.loss, place.links.delays)))
+        ServedTraining(recipe, replace(work, settings=settings), lossy, path, label).run()
         found.append(read_log(path))
         runs.append(_transport_result(way, found[-1]))
     return LossResult(place, recipe.name, recipe.metric, runs, found, recipe.higher_is_better)

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from thinwire.errors import ThinwireError
 from thinwire.tools import options
+from thinwire.tools.progress import lines_every
 from thinwire.tools.race.config import ServeConfig, load_config, print_option
 
 if TYPE_CHECKING:
@@ -82,10 +83,11 @@ def _serve(
 ) -> None:
     """Serve with an event log, and say how the training ended."""
     from thinwire.tools.events import EventLog
+    from thinwire.tools.lab.links import LinkSettings
     from thinwire.tools.race.launch import ClusterSpec, Follower
     from thinwire.tools.race.train import describe_served
 
-    made, place = serving.recipe, ClusterSpec(serving.settings.workers, None, options.invocation())
+    made, place = serving.recipe, ClusterSpec(serving.settings.workers, LinkSettings(), options.invocation())
     run, path = describe_served(made, serving.settings, place), options.log_path(chosen.events, f"{made.name}-server")
     with (
         options.json_lines(json_file) as write,
@@ -160,25 +162,6 @@ def progress_line(serving: "Serving") -> str:
 def waiting_for(server: "Server") -> str:
     """Return what the server waits for and for how long, or "" if it waits for nothing."""
     return str(server.waiting() or "")
-
-
-@contextmanager
-def lines_every(seconds: float, sentence: Callable[[], str], console: Console) -> Iterator[None]:
-    """Print a sentence every so many seconds, in a thread, until the block ends; "" prints nothing."""
-    ended = threading.Event()
-
-    def run() -> None:
-        while not ended.wait(seconds):
-            if line := sentence():
-                console.print(line, highlight=False, soft_wrap=True)
-
-    thread = threading.Thread(target=run, name="thinwire-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def status(server: "Server", values: dict[str, float]) -> dict[str, Any]:
@@ -314,7 +297,7 @@ def work_command(
 
     def waiting() -> str:
         if (seconds := time.monotonic() - last) < options.LINE_EVERY:
-            return ""
+            return "" if console.is_terminal else f"{steps} steps of this worker so far"
         what = f"after {steps} steps" if steps else "for the training to begin"
         return f"waiting for the server {server} {what}, {seconds:.0f} s so far"
 

@@ -33,8 +33,7 @@ from thinwire.tools.race.training import Emit, Plan, optional_path, print_warnin
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe
 from thinwire.transport.addresses import connect, listen
-from thinwire.transport.base import Connection, Listener
-from thinwire.transport.limits import check_mtu
+from thinwire.transport.base import Connection, Listener, check_mtu
 
 # The figures of a step that a worker reports and that are copied to its event.
 _NUMBERS = ("compute", "compress", "exchange", "apply", "loss", "density", "synchronise", "aggregate", "restored")

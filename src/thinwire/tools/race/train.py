@@ -13,13 +13,14 @@ import thinwire
 from thinwire.errors import ThinwireError
 from thinwire.server.checkpoint import stored_step
 from thinwire.tools.events import EventLog, Run
+from thinwire.tools.lab.links import DelayCost
 from thinwire.tools.lab.units import parse_loss
 from thinwire.tools.observe import describe_machine, mirrors, now
 from thinwire.tools.race.launch import ClusterSpec, Follower, RunProgress, launch
 from thinwire.tools.race.served import ServedWork, ServerSettings, run_server, run_worker
 from thinwire.tools.race.training import Plan, Work, run_all
 from thinwire.tools.recipes.recipe import Recipe
-from thinwire.tools.report.summary import last_value, reached
+from thinwire.tools.report.summary import delay_cost, last_value, reached
 from thinwire.transport.addresses import require
 
 
@@ -33,7 +34,9 @@ def describe_run(recipe: Recipe, plan: Plan, place: ClusterSpec, method: str, se
         batch=plan.batch,
         parameters=recipe.parameter_count(),
         seed=seed,
-        rate=place.rate or "none",
+        rate=place.links.rate or "none",
+        delay=place.links.delays,
+        packet_loss=parse_loss(place.links.loss),
         metric=recipe.metric,
         higher_is_better=recipe.higher_is_better,
         target=plan.target if plan.target is not None else float("nan"),
@@ -43,14 +46,12 @@ def describe_run(recipe: Recipe, plan: Plan, place: ClusterSpec, method: str, se
     )
 
 
-def describe_served(
-    recipe: Recipe, settings: ServerSettings, place: ClusterSpec, label: str = "", loss: str | None = None
-) -> Run:
+def describe_served(recipe: Recipe, settings: ServerSettings, place: ClusterSpec, label: str = "") -> Run:
     """Return the first record of a log that a parameter server writes; `label` replaces the method's name."""
     suffix = f"-{settings.on_loss}" if settings.transport == "udp" else ""
     name = f"{settings.mode}:{settings.method}/{settings.pull_method}{f':udp{suffix}' if suffix else ''}"
     run = describe_run(recipe, settings.plan, place, label or name, settings.seed)
-    return replace(run, transport=f"{settings.transport}{suffix}", packet_loss=parse_loss(loss))
+    return replace(run, transport=f"{settings.transport}{suffix}")
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class MethodResult:
     steps_to_target: float | None
     seconds_to_target: float | None
     speedup: float | None  # of the time to the target, against dense
-    train_accuracy: float | None
-    test_accuracy: float | None
+    train_metric: float | None
+    test_metric: float | None
 
     def row(self) -> dict[str, str]:
         """Return the method's line of the results table, which training and racing show."""
@@ -82,12 +83,13 @@ class MethodResult:
             "steps": number(self.steps_to_target, ",.0f"),
             "seconds": number(self.seconds_to_target, ",.1f"),
             "speed-up": "-" if self.speedup is None else f"{self.speedup:.1f}x",
-            "train": number(self.train_accuracy, ".3f"),
-            "test": number(self.test_accuracy, ".3f"),
+            "train": number(self.train_metric, ".3f"),
+            "test": number(self.test_metric, ".3f"),
         }
 
 
-TrainingEnd = tuple[MethodResult, str]  # how a training ended: its figures, and one sentence
+# How a training ended: its figures, one sentence, and what delaying its packets cost.
+TrainingEnd = tuple[MethodResult, str, DelayCost | None]
 
 
 def end_of(log: EventLog, seconds: float, ranks: int = 1) -> TrainingEnd:
@@ -104,21 +106,26 @@ def end_of(log: EventLog, seconds: float, ranks: int = 1) -> TrainingEnd:
         steps_to_target=float(hit.step) if hit else None,
         seconds_to_target=hit.wall if hit else None,
         speedup=None,
-        train_accuracy=last_value(log.log, "train"),
-        test_accuracy=last_value(log.log, "test"),
+        train_metric=last_value(log.log, "train"),
+        test_metric=last_value(log.log, "test"),
     )
     how = f"reached the target at step {hit.step}" if hit else f"made {end.steps} steps without reaching the target"
-    return result, f"{run.recipe} with {run.method} {how}; {seconds:.0f} s in all."
+    return result, f"{run.recipe} with {run.method} {how}; {seconds:.0f} s in all.", delay_cost([log.log])
+
+
+def _progress(log: EventLog, plan: Plan) -> RunProgress:
+    """Return the progress display of a training."""
+    return RunProgress([log.log.run.method], [plan.max_steps], log.log.run.metric)
 
 
 def _launched(
-    opened: EventLog, argv: list[str], plan: Plan, place: ClusterSpec, *, served: bool = False, loss: str | None = None
+    opened: EventLog, argv: list[str], plan: Plan, place: ClusterSpec, *, served: bool = False
 ) -> TrainingEnd:
     """Run the processes to their end; a parameter server is one more, and the log then has the steps of all ranks."""
-    began, run = time.monotonic(), opened.log.run
-    with opened as log, RunProgress([run.method], [plan.max_steps], run.metric) as progress:
+    began = time.monotonic()
+    with opened as log, _progress(log, plan) as progress:
         follower = Follower([log], progress, every_rank=served)
-        launch(argv, place.workers + served, place.rate, follower.read, loss=loss)
+        launch(argv, place.workers + served, place.links, follower.read, started=follower.started)
     return end_of(log, time.monotonic() - began, place.workers if served else 1)
 
 
@@ -154,8 +161,8 @@ class DdpTraining:
         if dist.get_rank() != 0:
             run_all(self.work, lambda run, event: None)
         else:
-            with self.open_log() as log:
-                run_all(self.work, Follower([log]).take)
+            with self.open_log() as log, _progress(log, self.work.plan) as progress:
+                run_all(self.work, Follower([log], progress).take)
             end = end_of(log, time.monotonic() - began)
         dist.destroy_process_group()
         return end
@@ -169,7 +176,6 @@ class ServedTraining:
     work: ServedWork
     place: ClusterSpec
     log: Path
-    loss: str | None = None  # share of packets that the emulated links lose
     label: str = ""  # the method's name in the log
     tensorboard: Path | None = None
 
@@ -178,14 +184,14 @@ class ServedTraining:
         settings = self.work.settings
         plan = settings.plan
         resume_at = stored_step(plan.checkpoint) if plan.checkpoint is not None and plan.resume else None
-        run = describe_served(self.recipe, settings, self.place, self.label, self.loss)
+        run = describe_served(self.recipe, settings, self.place, self.label)
         return EventLog(self.log, run, resume_at=resume_at, mirrors=mirrors(self.tensorboard), keep=False)
 
     def run(self) -> TrainingEnd:
         """Start the server and the workers, log and show what the server reports."""
         settings = self.work.settings
         require(settings.transport)
-        return _launched(self.open_log(), self.work.command(), settings.plan, self.place, served=True, loss=self.loss)
+        return _launched(self.open_log(), self.work.command(), settings.plan, self.place, served=True)
 
     def run_under_mpi(self) -> TrainingEnd | None:
         """Train as one rank that mpirun started; rank 0 is the server and returns the end."""
@@ -204,8 +210,10 @@ class ServedTraining:
                 run_worker(self.work, "mpi://", rank)
                 return None
             began = time.monotonic()
-            with self.open_log() as log:
-                log.end(run_server(self.work, "mpi://", log.write))
+            plan = self.work.settings.plan
+            with self.open_log() as log, _progress(log, plan) as progress:
+                follower = Follower([log], progress)
+                follower.take(0, run_server(self.work, "mpi://", lambda event: follower.take(0, event)))
             return end_of(log, time.monotonic() - began, workers)
         except (ThinwireError, ValueError) as error:
             # Without the abort the other ranks would wait for this one for ever.

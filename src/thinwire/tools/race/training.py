@@ -32,6 +32,7 @@ from thinwire.tools.observe import gradient_histogram
 from thinwire.tools.race.methods import applies_momentum, apply_method, single_bucket
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.recipes.recipe import DataOrder, Recipe, Splits
+from thinwire.tune.presets import LOCAL
 
 log = logging.getLogger("thinwire.checkpoint")
 
@@ -217,8 +218,8 @@ class TrafficMeter:
             return interface_bytes(self._interface) or (0, 0)
         if self._link is None:
             return 0, 0
-        figures = self._link.stats()
-        return int(figures["bytes_sent"]), int(figures["bytes_received"])
+        totals = self._link.totals  # stats() would wait for an exchange that overlaps the next steps
+        return totals.bytes_sent, totals.bytes_received
 
     def read(self) -> tuple[int, int]:
         """Return the bytes sent and received since the last call."""
@@ -279,6 +280,7 @@ class Trainer:
         folder = plan.checkpoint
         self.checkpoint = Checkpoint(folder, self.model, self.optimizer, self.link) if folder else None
         self.wall = 0.0
+        self._shortest = math.inf  # seconds of an optimizer's step
 
     def _on_last_bucket(self) -> None:
         self.last_bucket = time.perf_counter()
@@ -338,7 +340,7 @@ class Trainer:
             )  # stats() would also compute the residual's norm
             compress, density = figures["compress_seconds"] + figures["decode_seconds"], figures["density"]
             if self.link.domain == "update":  # updates are exchanged inside of the optimizer's step
-                inside = min(apply, compress + figures["exchange_seconds"])
+                inside = self._waited_inside(apply, compress + figures["exchange_seconds"])
                 waited, apply = waited + inside, apply - inside
             compress = min(waited, compress)
         sent, received = self.meter.read()
@@ -357,6 +359,16 @@ class Trainer:
             residual_norm=self._residual_norm() if step % self.plan.evaluate_every == 0 else math.nan,
             rank=self.rank,
         )
+
+    def _waited_inside(self, apply: float, exchange: float) -> float:
+        """Return how long an optimizer's step waited for an exchange of updates, of which the last took `exchange`.
+
+        With local steps most steps exchange nothing, or wait less than an exchange that has overlapped them took: the
+        shortest step tells what the optimizer itself takes.
+        """
+        self._shortest = min(self._shortest, apply)
+        local = self.method.partition("+")[0] in LOCAL
+        return min(apply - self._shortest if local else apply, exchange)
 
     def _residual_norm(self) -> float:
         if self.link is None:

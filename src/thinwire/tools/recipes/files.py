@@ -7,6 +7,7 @@ import errno
 import gzip
 import hashlib
 import os
+import time
 import urllib.error
 import urllib.request
 import zlib
@@ -20,12 +21,14 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire.errors import RecipeError
 from thinwire.files import replace_file
 
 CHUNK = 1 << 18
+LINE_EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 _DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -82,11 +85,15 @@ def _download(url: str, name: str, out: BinaryIO) -> None:
     """Download a URL to a file; RecipeError if the answer is shorter than announced."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     request = urllib.request.Request(url, headers={"User-Agent": "thinwire"})
-    with urllib.request.urlopen(request, timeout=30) as answer, Progress(*columns) as progress:
+    console, said = Console(stderr=True), time.monotonic()
+    with urllib.request.urlopen(request, timeout=30) as answer, Progress(*columns, console=console) as progress:
         announced = int(answer.headers.get("Content-Length") or 0) or None
         task = progress.add_task(f"downloading {name}", total=announced)
         while chunk := answer.read(CHUNK):
             progress.update(task, advance=out.write(chunk))
+            if not console.is_terminal and time.monotonic() - said >= LINE_EVERY:
+                said, total = time.monotonic(), f" of {announced / 1e6:,.0f}" if announced else ""
+                console.print(f"downloading {name}: {out.tell() / 1e6:,.0f}{total} MB", highlight=False, soft_wrap=True)
     if announced is not None and out.tell() != announced:
         raise RecipeError(f"the connection ended after {out.tell():,} of {announced:,} bytes")
 

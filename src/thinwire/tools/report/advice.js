@@ -26,7 +26,7 @@ function paint() {
     });
   }
   const layout = {
-    xaxis: axis("bandwidth of a host's link", { type: "log", tickvals: [1e6, 1e7, 1e8, 1e9, 1e10, 1e11], ticktext: ["1 Mbit/s", "10", "100", "1 Gbit/s", "10", "100"], tickangle: 0, showgrid: false }),
+    xaxis: axis("bandwidth of a worker's link", { type: "log", tickvals: [1e6, 1e7, 1e8, 1e9, 1e10, 1e11], ticktext: ["1 Mbit/s", "10", "100", "1 Gbit/s", "10", "100"], tickangle: 0, showgrid: false }),
     yaxis: axis("time of a step", { type: "log", tickvals: [0.1, 1, 10, 1e2, 1e3, 1e4, 1e5, 1e6], ticktext: ["0.1 ms", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s", "1000 s"] }),
     shapes: [{ type: "line", x0: data.rate, x1: data.rate, yref: "paper", y0: 0, y1: 1, line: { color: colour("--quiet"), width: 1, dash: "dot" } }],
     annotations: [{

@@ -73,7 +73,7 @@ function bytesSent() {
     x: mb[place], y: method, text: ` ${text(mb[place])}`, showarrow: false, xanchor: "left", font: { size: 13 },
   }));
   const room = [0, Math.max(...mb, 1e-9) * 1.25];
-  draw("bytes", methods.length ? traces : [], { ...bars(methods), annotations, xaxis: axis("megabytes per host and step", { range: room }) });
+  draw("bytes", methods.length ? traces : [], { ...bars(methods), annotations, xaxis: axis("megabytes per worker and step", { range: room }) });
 }
 
 // Returns the index-th figure of a grid, and creates it at the first call.

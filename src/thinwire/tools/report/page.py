@@ -11,6 +11,7 @@ from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.summary import (
     MethodSummary,
     by_method,
+    delay_cost,
     headline,
     last_value,
     phase_ms,
@@ -79,18 +80,23 @@ def _phases(logs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def _bytes(logs: Sequence[RunLog]) -> dict[str, Any]:
-    """Return the megabytes that a host sends in a step by method, as in the table."""
+    """Return the megabytes that a worker sends in a step by method, as in the table."""
     sent = {s.method: s.bytes_per_host_step / 1e6 for s in summarise(logs) if s.bytes_per_host_step is not None}
     return {"methods": list(sent), "mb": list(sent.values())}
 
 
 def _loss(logs: Sequence[RunLog], scale: float) -> list[dict[str, Any]]:
-    """Return the waiting time of a step and the last value of the metric by transport and packet loss."""
+    """Return the waiting time of a step and the last value of the metric by transport, delay and packet loss."""
     if not any(log.run.packet_loss for log in logs):
         return []
+    several = len({log.run.delay for log in logs}) > 1
+
+    def name(run: Run) -> str:
+        return f"{run.transport}, {run.delay or 'no delay'}" if several else run.transport
+
     ordered = sorted(logs, key=lambda log: log.run.packet_loss)
-    transports = dict.fromkeys(log.run.transport for log in logs if log.run.transport)
-    groups = {transport: [log for log in ordered if log.run.transport == transport] for transport in transports}
+    names = dict.fromkeys(name(log.run) for log in logs if log.run.transport)
+    groups = {each: [log for log in ordered if name(log.run) == each] for each in names}
     return [
         {
             "transport": transport,
@@ -196,7 +202,7 @@ def summary_rows(summaries: Sequence[MethodSummary], *, metric: str) -> list[Row
         {
             "Method": s.method + (f" ({s.runs} run{'s' * (s.runs > 1)})" if several else ""),
             "Step": number(s.step_ms, "{:,.0f} ms" if (s.step_ms or 0) >= 10 else "{:.1f} ms"),
-            "Sent per host and step": "–" if s.bytes_per_host_step is None else megabytes(s.bytes_per_host_step),
+            "Sent per worker and step": "–" if s.bytes_per_host_step is None else megabytes(s.bytes_per_host_step),
             "Steps to target": number(s.steps_to_target, "{:,.0f}"),
             "Time to target": number(s.seconds_to_target, "{:,.1f} s"),
             "Speed-up": number(s.speedup, "{:.1f}×"),
@@ -219,20 +225,32 @@ def _all(logs: Sequence[RunLog], word: Callable[[Run], str]) -> str:
 
 
 def _title(logs: Sequence[RunLog]) -> str:
-    hosts, rates = _all(logs, lambda run: f"{run.workers}"), _all(logs, lambda run: run.rate)
-    return f"{_all(logs, lambda run: run.recipe)}: {hosts} hosts at {rates}"
+    workers, rates = _all(logs, lambda run: f"{run.workers}"), _all(logs, lambda run: run.rate)
+    delays, several = _delays(logs), len({log.run.delay for log in logs}) > 1
+    delays = f", one-way delays {delays}" if several else f", {delays} one way" if logs[0].run.delay else ""
+    return f"{_all(logs, lambda run: run.recipe)}: {workers} workers at {rates}{delays}"
+
+
+def _delays(logs: Sequence[RunLog]) -> str:
+    return _all(logs, lambda run: run.delay or "0")
 
 
 def _facts(logs: Sequence[RunLog]) -> dict[str, str]:
     seeds = sorted({log.run.seed for log in logs})
     facts = {
         "recipe": _all(logs, lambda run: run.recipe),
-        "hosts": _all(logs, lambda run: f"{run.workers}"),
+        "workers": _all(logs, lambda run: f"{run.workers}"),
         "link": _all(logs, lambda run: run.rate),
         "parameters": _all(logs, lambda run: f"{run.parameters:,}"),
         "batch": _all(logs, lambda run: f"{run.batch} × {run.workers}"),
         "seed" if len(seeds) == 1 else "seeds": ", ".join(map(str, seeds)),
     }
+    if any(log.run.delay for log in logs):
+        facts["one-way delay"] = _delays(logs)
+        cost = delay_cost(logs)
+        facts["delay line"] = (
+            f"{cost.share:.1%} of one core, p99 {cost.p99_late_ms:.2f} ms late" if cost else "the kernel's netem"
+        )
     if any(log.run.transport for log in logs):
         facts["transport"] = _all(logs, lambda run: run.transport or "none")
     if any(log.run.packet_loss for log in logs):

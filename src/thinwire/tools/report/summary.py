@@ -11,6 +11,7 @@ from statistics import mean, median
 
 from thinwire.errors import LogError
 from thinwire.tools.events import PHASES, Eval, Run, RunLog, Step
+from thinwire.tools.lab.links import DelayCost
 from thinwire.tools.recipes.metric import name_metric, reaches, show_metric
 
 
@@ -66,6 +67,7 @@ _WORDS: tuple[Callable[[Run], str], ...] = (
     lambda run: run.recipe,
     lambda run: f"{run.workers} workers",
     lambda run: run.rate if run.rate != "none" else "no limit",
+    lambda run: run.delay or "no delay",
     lambda run: f"batch {run.batch}",
     lambda run: run.transport,
     lambda run: f"{100 * run.packet_loss:.4g}% loss",
@@ -165,6 +167,13 @@ def _median(logs: Sequence[RunLog], figure: Callable[[RunLog], float | None]) ->
     """Return the median of a figure over the runs, or None if a run does not have it or it is not finite."""
     values = [value for log in logs if (value := figure(log)) is not None and math.isfinite(value)]
     return median(values) if values and len(values) == len(logs) else None
+
+
+def delay_cost(logs: Sequence[RunLog]) -> DelayCost | None:
+    """Return the largest figures of the lab's delay line in these runs; None where it delayed nothing."""
+    ends = [log.end for log in logs if log.end is not None and math.isfinite(log.end.delay_line_share)]
+    names = ("share", "p99_late_ms", "packets", "dropped")
+    return DelayCost.worst(DelayCost(*(getattr(end, f"delay_line_{name}") for name in names)) for end in ends)
 
 
 def summarise(logs: Sequence[RunLog], target: float | None = None) -> list[MethodSummary]:

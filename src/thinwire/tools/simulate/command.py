@@ -53,6 +53,7 @@ def schedule(
     report: options.Page = None,
 ) -> None:
     """Predict makespan and staleness of the server's request scheduling policies."""
+    from thinwire.tools.progress import WorkProgress
     from thinwire.tools.simulate.schedule import Case, compare
 
     times = _times(profile, layers, {"forward": forward, "backward": backward, "transfer": transfer})
@@ -72,7 +73,10 @@ def schedule(
     transfers = workers * iterations * sum(case.slices)
     if transfers > MOST_TRANSFERS:
         raise ValueError(f"that is {transfers:,} slices to push; at most {MOST_TRANSFERS:,} can be simulated")
-    outcomes = compare(case, options.listed(policies, "--policies"))
+    names = options.listed(policies, "--policies")
+    what = f"simulating {transfers:,} slices with {len(names)} policies"
+    with WorkProgress(what, transfers * len(names), announce=False) as progress:
+        outcomes = compare(case, names, on_push=progress.advance)
     _tell(case, outcomes, json_file, report)
 
 

@@ -5,6 +5,7 @@ are written here as their papers publish them, for comparison.
 """
 
 import math
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,13 @@ from thinwire.exchange.base import Bucket, Exchange
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.gather import Gather
 from thinwire.exchange.low_rank import LowRankMean
+from thinwire.exchange.rounds import Arrived, Round
 from thinwire.exchange.scatter_reduce import ScatterReduce
 from thinwire.hooks.adam import correct_noise, corrects
 from thinwire.link.link import all_zero
+from thinwire.link.outer import SGD, Nesterov
+from thinwire.link.rounds import Rounds
+from thinwire.link.thread import Pending
 from thinwire.link.updates import Updates
 from thinwire.tools.recipes.recipe import Batch, Recipe
 from thinwire.tune.presets import resolve_codec
@@ -40,17 +45,17 @@ class MemoryChannel(Channel):
         self.seconds = self.cpu = 0.0
         self._meeting, self._table = meeting, table
 
-    def all_gather(self, message: Tensor) -> list[Tensor]:
+    def gather(self, message: Tensor, lane: int) -> Round:
         self.sent += message.numel() * (self.world - 1)
-        return self._meet(message.clone())
+        return Arrived(self._meet(message.clone()))
 
-    def all_gather_uneven(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        return self.all_gather(message)
+    def gather_uneven(self, message: Tensor, sizes: Sequence[int], lane: int) -> Round:
+        return self.gather(message, lane)
 
-    def all_to_all(self, messages: Tensor, sizes: Sequence[int], size: int) -> list[Tensor]:
+    def scatter(self, messages: Tensor, sizes: Sequence[int], size: int, lane: int) -> Round:
         everything = self._meet((messages.clone(), list(sizes)))
         self.sent += messages.numel()
-        return [torch.split(parts, sent)[self.rank] for parts, sent in everything]
+        return Arrived([torch.split(parts, sent)[self.rank] for parts, sent in everything])
 
     def _meet(self, mine: Any) -> list[Any]:
         """What all ranks brought."""
@@ -213,45 +218,87 @@ class DeMoTraining(DenseTraining):
 class UpdateTraining(SimulatedTraining):
     """Every rank has a model and an optimizer of its own; the library's update domain keeps them together."""
 
-    def __init__(self, codec: str, recipe: Recipe, seed: int, workers: int, lr: float, steps: int) -> None:
+    def __init__(
+        self,
+        codec: str,
+        rounds: Rounds,
+        recipe: Recipe,
+        seed: int,
+        workers: int,
+        lr: float,
+        steps: int,
+    ) -> None:
         super().__init__(recipe, lr, steps)
         name, _, exchange = codec.partition("+")
         scatter = exchange == "scatter-reduce" or (not exchange and workers > 2)
         meeting, table = threading.Barrier(workers), [None] * workers
-        self._ranks = [
-            UpdateRank(recipe, seed, lr, _codec(name), MemoryChannel(rank, workers, meeting, table), scatter=scatter)
-            for rank in range(workers)
-        ]
-        self.model = self._ranks[0].model
+        channels = [MemoryChannel(rank, workers, meeting, table) for rank in range(workers)]
+        self._ranks = [UpdateRank(recipe, seed, lr, _codec(name), rounds, each, scatter=scatter) for each in channels]
+        self._shown = recipe.build(seed)
         self._pool = ThreadPoolExecutor(workers)
 
+    @property
+    def model(self) -> nn.Module:  # type: ignore[override]
+        """A model with the shared parameters."""
+        updates = self._ranks[0].updates
+        updates.finish()
+        with torch.no_grad():
+            for name, p in self._shown.named_parameters():
+                p.copy_(updates.shared[name].view_as(p))
+        return self._shown
+
     def step(self, batches: Sequence[Batch]) -> None:
+        ended = False
         for rank, batch in zip(self._ranks, batches, strict=True):
             rank.updates.look_ahead()
             self.recipe.set_rate(rank.optimizer, self.done, self.steps)
             self._backward(rank.model, batch)
             self.recipe.clip_gradients(rank.model)
             rank.optimizer.step()
-            if corrects(rank.optimizer):
+            if rank.updates.rounds.corrects and corrects(rank.optimizer):
                 correct_noise(rank.optimizer, len(self._ranks))
-        list(self._pool.map(UpdateRank.exchange, self._ranks))  # a list: it raises what a thread raised
+            ended = rank.updates.count(0)
+        if ended:
+            list(self._pool.map(UpdateRank.exchange, self._ranks))  # a list: it raises what a thread raised
         self.done += 1
-        channel = self._ranks[0].channel
-        elements = sum(p.numel() for p in self.model.parameters())
-        self.bits = 8.0 * channel.sent / elements / self.done
+        elements = sum(t.numel() for t in self._ranks[0].updates.shared.values())
+        self.bits = 8.0 * self._ranks[0].channel.sent / elements / self.done
+
+
+class DiLoCoTraining(UpdateTraining):
+    """DiLoCo (Douillard et al. 2023): local steps, and an all-reduce of their change in 32 bits."""
+
+    def __init__(self, every: int, recipe: Recipe, seed: int, workers: int, lr: float, steps: int) -> None:
+        super().__init__("dense", Rounds(every, Nesterov(0.7, momentum=0.9)), recipe, seed, workers, lr, steps)
+        self._bits = 64.0 * (workers - 1) / workers / every
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        super().step(batches)
+        self.bits = self._bits
 
 
 def _codec(name: str) -> Codec:
-    """Return the codec of a preset, a density, or lowrank=DENSITY."""
-    kind, _, density = name.partition("=")
-    return Codec(LowRank(float(density)), Bits(2)) if kind == "lowrank" else resolve_codec(name)
+    """Return the codec of a preset, a density, or lowrank=DENSITY:BITS:MAX_RANK with defaults for the last two."""
+    kind, _, numbers = name.partition("=")
+    if kind != "lowrank":
+        return resolve_codec(name)
+    density, bits, rank, *_ = [*numbers.split(":"), "", ""]
+    return Codec(LowRank(float(density), max_rank=int(rank or 64)), Bits(int(bits or 2)))
 
 
 class UpdateRank:
     """One rank of an `UpdateTraining`."""
 
     def __init__(
-        self, recipe: Recipe, seed: int, lr: float, codec: Codec, channel: MemoryChannel, *, scatter: bool
+        self,
+        recipe: Recipe,
+        seed: int,
+        lr: float,
+        codec: Codec,
+        rounds: Rounds,
+        channel: MemoryChannel,
+        *,
+        scatter: bool,
     ) -> None:
         self.model, self.channel = recipe.build(seed), channel
         self.optimizer = recipe.optimizer(self.model, lr=lr)
@@ -261,33 +308,51 @@ class UpdateRank:
             inner = ScatterReduce() if scatter else Gather()
             self._exchange = LowRankMean(inner, {name: p.shape for name, p in named.items()})
         self._exchange.setup(channel, codec, {name: p.numel() for name, p in named.items()}, lambda members: [])
-        self.updates = Updates(named, [self.optimizer], codec)
+        self.updates = Updates(named, [self.optimizer], codec, rounds)
 
     def exchange(self) -> None:
-        """Exchange what the optimizer changed; all ranks call it at the same time."""
+        """Exchange what the optimizer changed in a round; all ranks call it at the same time."""
+        self.updates.finish(0)
         step = self.updates.clocks[0]
         jobs = self.updates.jobs(0)
         for job in jobs:
             assert job.outs is not None
             outcome = self._exchange.mean(Bucket(job.tensors, list(job.outs.values()), step, all_zero(job.tensors)))
             assert not outcome.non_finite
-        self.updates.apply(jobs, skipped=False)
+        if self.updates.rounds.overlap:
+            self.updates.begin(0, jobs, Pending(jobs, []))
+        else:
+            self.updates.apply(jobs, skipped=False)
 
 
 Make = Callable[[Recipe, int, int, float, int], SimulatedTraining]
 
 
 def training(method: str, recipe: Recipe, *, seed: int, workers: int, lr: float, steps: int) -> SimulatedTraining:
-    """Return the training of a method: dense, alone, gradient:CODEC, update:CODEC, powersgd:RANK or demo:SHARE."""
+    """Return the training of a method.
+
+    Methods are dense, alone, gradient:CODEC, update:CODEC, localH:CODEC for H local steps (also localH+overlap and
+    localH+nesterov), dilocoH, powersgd:RANK and demo:SHARE. A preset with local steps, such as local16, needs no codec.
+    """
     kind, _, what = method.partition(":")
     makers: dict[str, Make] = {
         "dense": DenseTraining,
         "alone": DenseTraining,
         "gradient": lambda *rest: GradientTraining(what, *rest),
-        "update": lambda *rest: UpdateTraining(what, *rest),
+        "update": lambda *rest: UpdateTraining(what, Rounds(), *rest),
+        "local": lambda *rest: UpdateTraining(what or kind, _rounds(kind if what else f"{kind}+overlap"), *rest),
+        "diloco": lambda *rest: DiLoCoTraining(int(kind.removeprefix("diloco")), *rest),
         "powersgd": lambda *rest: PowerSGDTraining(int(what), *rest),
         "demo": lambda *rest: DeMoTraining(float(what), *rest),
     }
-    if kind not in makers:
+    family = re.match("[a-z]*", kind)
+    if family is None or family.group() not in makers:
         raise ValueError(f"there is no method {method!r}; there are {', '.join(makers)}")
-    return makers[kind](recipe, seed, 1 if kind == "alone" else workers, lr, steps)
+    return makers[family.group()](recipe, seed, 1 if kind == "alone" else workers, lr, steps)
+
+
+def _rounds(kind: str) -> Rounds:
+    """Return the rounds of local16+overlap+nesterov, or of a part of that name."""
+    name, *options = kind.split("+")
+    overlap = "overlap" in options
+    return Rounds(int(name.removeprefix("local")), Nesterov() if "nesterov" in options else SGD(), overlap)

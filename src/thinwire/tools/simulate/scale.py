@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import thinwire
-from thinwire.tools.lab.units import format_rate, parse_rate
+from thinwire.tools.lab.units import format_rate, parse_delay, parse_rate
 from thinwire.tools.observe import describe_machine, now
 from thinwire.tools.race.advise import GOODPUT
 from thinwire.tools.report.markup import Row, write_page
@@ -268,32 +268,43 @@ _CLASSES = {"Gather": "gather", "ScatterReduce": "scatter-reduce", "Hierarchical
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read the steps in a file of `thinwire bench ddp --json`; methods that the model does not cover are left out."""
+    """Read the steps in a file of `thinwire bench ddp --json`; methods that the model does not cover are left out.
+
+    Measurements with a delay are left out, too, because the model is calibrated without one.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        rate, rows = parse_rate(found["rate"]), found["rows"]
-        workers = int(found["workers"] if "workers" in found else found["hosts"])  # older files call them hosts
-        idle = next(float(row["bytes_sent"]) for row in rows if row["name"] == "infinite")
-        points = [
-            # What a step without communication sends anyway (barriers) is subtracted.
-            Point(
-                exchange,
-                workers,
-                GOODPUT * (rate or 0),
-                float(row["step_ms"]) / 1e3,
-                max(float(row["bytes_sent"]) - idle, 0.0),
-                float(row["hook_cpu_ms"]) / 1e3,
-            )
-            for row in rows
-            if (exchange := _METHODS.get(row["name"], _CLASSES.get(str(row["exchange"]).partition("(")[0])))
-        ]
+        measured = [each for each in found.get("delays", [found]) if not parse_delay(each.get("delay"))]
+        points = [point for each in measured for point in _points(each)]
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         raise ValueError(f"{path} is not a file of thinwire bench ddp --json ({error!r})") from error
-    if rate is None:
+    if not measured:
+        raise ValueError(f"{path} was measured with delays only: give measurements without a delay")
+    if not all(point.rate for point in points):
         raise ValueError(f"{path} was measured without a limit: give measurements at a rate")
     return points
+
+
+def _points(found: dict[str, Any]) -> list[Point]:
+    """Return the steps of one table of `thinwire bench ddp`."""
+    rate, rows = parse_rate(found["rate"]), found["rows"]
+    workers = int(found["workers"] if "workers" in found else found["hosts"])  # older files call them hosts
+    idle = next(float(row["bytes_sent"]) for row in rows if row["name"] == "infinite")
+    return [
+        # What a step without communication sends anyway (barriers) is subtracted.
+        Point(
+            exchange,
+            workers,
+            GOODPUT * (rate or 0),
+            float(row["step_ms"]) / 1e3,
+            max(float(row["bytes_sent"]) - idle, 0.0),
+            float(row["hook_cpu_ms"]) / 1e3,
+        )
+        for row in rows
+        if (exchange := _METHODS.get(row["name"], _CLASSES.get(str(row["exchange"]).partition("(")[0])))
+    ]
 
 
 @dataclass(frozen=True)

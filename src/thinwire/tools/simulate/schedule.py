@@ -285,18 +285,18 @@ class SimulatedServer:
 
 def simulate(case: Case, policy: str) -> ScheduleOutcome:
     """Simulate a case with one policy."""
-    return _Simulation(case, policy).run()
+    return _Simulation(case, policy, lambda: None).run()
 
 
-def compare(case: Case, policies: Sequence[str]) -> list[ScheduleOutcome]:
-    """Simulate a case with several policies, in the given order."""
-    simulations = [_Simulation(case, policy) for policy in policies]  # all policies are checked before any runs
+def compare(case: Case, policies: Sequence[str], on_push: Callable[[], None] = lambda: None) -> list[ScheduleOutcome]:
+    """Simulate a case with several policies, in the given order; `on_push` is called when a slice has been pushed."""
+    simulations = [_Simulation(case, policy, on_push) for policy in policies]  # all are checked before any runs
     return [simulation.run() for simulation in simulations]
 
 
 class _Simulation:
-    def __init__(self, case: Case, policy: str) -> None:
-        self.case, self.outcome = case, ScheduleOutcome(policy)
+    def __init__(self, case: Case, policy: str, on_push: Callable[[], None]) -> None:
+        self.case, self.outcome, self.on_push = case, ScheduleOutcome(policy), on_push
         self.workers = [SimulatedWorker(case, policy, number) for number in range(case.workers)]
         self.server = SimulatedServer(case, policy)
         self.up: SharedLink[Request] = SharedLink(case.workers, case.server_rate)
@@ -377,6 +377,7 @@ class _Simulation:
             self.stirred.add(worker.number)
 
         if request.kind == "push":
+            self.on_push()
             self._note(worker.number, "push", request.layer, request.part, request.clock, delivery.start)
             self.outcome.makespan = round(self.now + self.case.latency, DIGITS)
         self._later(self.case.latency, arrive)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import Buffer, Connection, Listener, Parts, Peer
-from thinwire.transport.limits import AT_ONCE, MTU, LogLimit, check_mtu
+from thinwire.transport.base import AT_ONCE, MTU, Buffer, Connection, Listener, LogLimit, Parts, Peer, check_mtu
 from thinwire.transport.tcp import TcpConnection, TcpListener
 from thinwire.transport.udp.congestion import FairShares
 from thinwire.transport.udp.packet import (
@@ -55,10 +54,11 @@ def send_pieces(thread: SocketThread, session: UdpSession, head: bytes, pieces: 
     if len(head) > HEAD_BYTES:
         raise ValueError(f"the head of a message in pieces has at most {HEAD_BYTES} bytes, not {len(head)}")
     with thread.lock:
-        if not pieces or len(pieces) > MOST_PIECES or not session.can_send(time.monotonic()):
-            session.put(EnvelopeKind.WHOLE, [head, pack_all(pieces)])
+        now = time.monotonic()
+        if not pieces or len(pieces) > MOST_PIECES or not session.can_send(now):
+            session.put(EnvelopeKind.WHOLE, [head, pack_all(pieces)], now)
             return None
-        ticket = session.submit(head, pieces)
+        ticket = session.submit(head, pieces, now)
         thread.send_due(session)
         if session.sender.queue:
             thread.wake()
@@ -147,7 +147,7 @@ class UdpConnection(Connection):
         found = socket.getaddrinfo(self._host.strip("[]"), port, family, socket.SOCK_DGRAM)[0]
         sock = open_socket(found[0])
         sock.connect(found[4])
-        self._session = UdpSession(number, keys, server=False, mtu=mtu)
+        self._session = UdpSession(number, keys, time.monotonic(), server=False, mtu=mtu)
         self._thread = SocketThread(sock, self._tcp.wake, server=False)
         self._thread.sessions[number] = self._session
         self._tcp.watch(self._thread.fileno())
@@ -188,7 +188,7 @@ class UdpConnection(Connection):
             self._join()
             return
         with self._thread.lock:
-            self._session.put(EnvelopeKind.PLAIN, parts)
+            self._session.put(EnvelopeKind.PLAIN, parts, time.monotonic())
 
     def send_pieces(self, head: bytes, pieces: Sequence[Buffer]) -> int | None:
         if self._session is None or self._thread is None:
@@ -312,7 +312,7 @@ class UdpListener(Listener):
             admitted = session is not None and session.admitted and peer not in self._strangers
             with self._thread.lock:
                 self._drop(peer)
-                session = UdpSession(number, offer.keys, server=True, mtu=self._mtu, shares=self._shares)
+                session = UdpSession(number, offer.keys, now, server=True, mtu=self._mtu, shares=self._shares)
                 session.token, session.welcome, session.admitted = offer.token, offer.welcome, admitted
                 self._sessions[peer] = self._thread.sessions[number] = session
             if not admitted:
@@ -386,7 +386,7 @@ class UdpListener(Listener):
         if session is None:
             return self._tcp.send(peer, parts)
         with self._thread.lock:
-            session.put(EnvelopeKind.PLAIN, parts)
+            session.put(EnvelopeKind.PLAIN, parts, time.monotonic())
         if peer in self._unreachable:  # this is known of an earlier message, because messages are sent by `_flush`
             self._unreachable.discard(peer)
             return False

@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from thinwire import _native
 from thinwire.errors import TransportError
-from thinwire.transport.base import Buffer
-from thinwire.transport.limits import LARGEST_PACKET, MOST_PARTS
+from thinwire.transport.base import LARGEST_PACKET, MOST_PARTS, Buffer
 
 # An envelope over TCP: magic, version, kind, whether acks follow, session, number in the session
 _ENVELOPE = struct.Struct("<4sBBHIQ")

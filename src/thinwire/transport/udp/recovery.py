@@ -5,7 +5,6 @@ retransmitted.
 """
 
 import struct
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -88,17 +87,17 @@ class OutgoingMessage:
     began: float = 0.0  # when the first packet left
     left: float = 0.0  # when the last packet left
 
-    def packet_contents(self, count: int) -> list[bytes]:
-        """Return the contents of the next `count` packets."""
+    def packet_contents(self, count: int, wall: float) -> list[bytes]:
+        """Return the contents of the next `count` packets, which leave at this time of day (time.time)."""
         pieces = [bytes(piece) for piece in self.pieces[self.next : self.next + count]]
-        return _native.pack_data(self.number, self.next, len(self.pieces), self.head, pieces, time.time(), _PADDING)
+        return _native.pack_data(self.number, self.next, len(self.pieces), self.head, pieces, wall, _PADDING)
 
 
 class PieceSender:
     """Sends the messages in pieces of one session: they wait for the pacer, then for their acks."""
 
-    def __init__(self, mtu: int) -> None:
-        self.pacer = Pacer(mtu, time.monotonic())
+    def __init__(self, mtu: int, now: float) -> None:
+        self.pacer = Pacer(mtu, now)
         self.queue: deque[OutgoingMessage] = deque()  # messages that wait for the pacer
         self.counts: Counter[str] = Counter()
         self.blocked_until = 0.0  # no packets are tried before this time

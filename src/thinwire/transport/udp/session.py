@@ -2,15 +2,14 @@
 
 All envelopes of a session are numbered and delivered in that order. A message in pieces has a number too; its end
 marker stands for it on the reliable channel, which is the TCP connection. Short envelopes also travel in control
-packets where the network loses packets, because TCP would delay them. A session does no I/O and is not thread-safe: the
-socket thread's lock guards it.
+packets where the network loses packets, because TCP would delay them. A session does no I/O and reads no clock: `now`
+(time.monotonic) and bytes come in, bytes go out. It is not thread-safe: the socket thread's lock guards it.
 """
 
 import contextlib
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import TransportError
@@ -56,20 +55,20 @@ class EnvelopeQueue:
         self._short: deque[_Queued] = deque()
         self.payloads = 0  # how many of those that wait for TCP are not end markers
 
-    def put(self, kind: EnvelopeKind, parts: Sequence[Buffer], acks: bytes = b"") -> None:
+    def put(self, kind: EnvelopeKind, parts: Sequence[Buffer], now: float, acks: bytes = b"") -> None:
         """Queue an envelope."""
         self._number += 1
         envelope = Envelope(kind, self._session, self._number, parts, acks)
-        queued = _Queued(envelope, time.monotonic(), envelope.size <= packet.SHORT_BYTES)
+        queued = _Queued(envelope, now, envelope.size <= packet.SHORT_BYTES)
         self._reliable.append(queued)
         self.payloads += 1
         if queued.short:
             self._short.append(queued)
 
-    def reserve(self) -> int:
+    def reserve(self, now: float) -> int:
         """Return a number for a message in pieces; later envelopes wait on TCP until `release` is called for it."""
         self._number += 1
-        queued = _Queued(Envelope(EnvelopeKind.END, self._session, self._number, []), time.monotonic())
+        queued = _Queued(Envelope(EnvelopeKind.END, self._session, self._number, []), now)
         self._reserved[self._number] = queued
         self._reliable.append(queued)
         return self._number
@@ -89,7 +88,7 @@ class EnvelopeQueue:
             while self._reliable and self._reliable[0].envelope.number < expected:
                 self._next()
 
-    def drain(self, expected: int, before: float, ends_before: float) -> list[list[Buffer]]:
+    def drain(self, expected: int, now: float, before: float, ends_before: float) -> list[list[Buffer]]:
         """Return the TCP messages to send now, of envelopes queued up to `before`: short ones in batches.
 
         `expected` is the number that this side expects next. If only end markers wait, those queued up to `ends_before`
@@ -106,7 +105,7 @@ class EnvelopeQueue:
         if not self.payloads:
             before = min(before, ends_before)
         elif not all(each.short for each in self._reliable):
-            before = time.monotonic()  # a long envelope travels over TCP only, after all those before it
+            before = now  # a long envelope travels over TCP only, after all those before it
         while self.oldest <= before:
             queued = self._next()
             if queued.short:
@@ -247,12 +246,14 @@ Lost = tuple[int, frozenset[int]]  # an acknowledged message's ticket, and the p
 class UdpSession:
     """One session, on either side."""
 
-    def __init__(self, number: int, keys: bytes, *, server: bool, mtu: int, shares: FairShares | None = None) -> None:
+    def __init__(
+        self, number: int, keys: bytes, now: float, *, server: bool, mtu: int, shares: FairShares | None = None
+    ) -> None:
         first, second = keys[:KEY_BYTES], keys[KEY_BYTES:]
         mine, theirs = (first, second) if server else (second, first)
         self.number, self.mtu = number, mtu
         self.encryptor, self.decryptor = packet.PacketEncryptor(number, mine), packet.PacketDecryptor(theirs)
-        self.sender = PieceSender(mtu)
+        self.sender = PieceSender(mtu, now)
         self.reassembly = Reassembly()
         self._shares = shares  # server: of all senders
         self.address: Address | None = None  # where packets go; None until it is known
@@ -286,18 +287,17 @@ class UdpSession:
         """Whether anything has arrived that `deliver` has not returned."""
         return bool(self.reassembly.open) or bool(self._in.early)
 
-    def put(self, kind: EnvelopeKind, parts: Sequence[Buffer]) -> None:
+    def put(self, kind: EnvelopeKind, parts: Sequence[Buffer], now: float) -> None:
         """Queue a message that must arrive; waiting acks travel with it."""
         acks, self._acks = b"".join(self._acks), []
-        self._out.put(kind, parts, acks)
+        self._out.put(kind, parts, now, acks)
 
-    def drain(self, *, everything: bool = False) -> list[list[Buffer]]:
+    def drain(self, now: float, *, everything: bool = False) -> list[list[Buffer]]:
         """Return the messages to send over TCP now; acks that no message took along are sent alone."""
         if self._acks:
-            self.put(EnvelopeKind.ACK, [])
-        now = time.monotonic()
+            self.put(EnvelopeKind.ACK, [], now)
         delay, end_delay = (0.0, 0.0) if everything else self._tcp_delays(now)
-        found = self._out.drain(self._in.expected, now - delay, now - end_delay)
+        found = self._out.drain(self._in.expected, now, now - delay, now - end_delay)
         if self.announce_open:
             self.announce_open = False
             found.insert(0, Envelope(EnvelopeKind.OPEN, self.number, 0, []).as_parts())
@@ -325,24 +325,28 @@ class UdpSession:
         """Return whether packets may be tried."""
         return self.address is not None and now >= self.sender.blocked_until
 
-    def submit(self, head: bytes, pieces: Sequence[Buffer]) -> int:
+    def submit(self, head: bytes, pieces: Sequence[Buffer], now: float) -> int:
         """Queue a message in pieces for the pacer; return its ticket."""
-        number = self._out.reserve()
+        number = self._out.reserve(now)
         self.sender.submit(number, head, pieces)
         return number
 
-    def send_due(self, send: Callable[[Iterable[bytes]], None]) -> float:
-        """Send the packets of messages that the pacer allows; return the seconds until it allows more."""
-        while self.sender.queue:
-            message, count, delay = self.sender.next(time.monotonic())
-            if not count:
-                return delay
-            packets = self.encryptor.encrypt_all(message.packet_contents(count))
-            send(packets)
-            if self.sender.on_sent(message, count, sum(map(len, packets)), time.monotonic()):
-                number, pieces = message.number, len(message.pieces)
-                self._out.release(number, packet.pack_end(number, pieces, message.total, message.head))
-        return _NEVER
+    def next_packets(self, now: float, wall: float) -> tuple[list[bytes], float]:
+        """Return packets of messages to send now; if there are none, also the seconds until the pacer allows some.
+
+        The caller sends them, calls `on_sent`, and asks again. wall: the time of day (time.time).
+        """
+        if not self.sender.queue:
+            return [], _NEVER
+        message, count, delay = self.sender.next(now)
+        return self.encryptor.encrypt_all(message.packet_contents(count, wall)) if count else [], delay
+
+    def on_sent(self, packets: Sequence[bytes], now: float) -> None:
+        """Account for the packets that `next_packets` returned, which have left."""
+        message = self.sender.queue[0]
+        if self.sender.on_sent(message, len(packets), sum(map(len, packets)), now):
+            number, pieces = message.number, len(message.pieces)
+            self._out.release(number, packet.pack_end(number, pieces, message.total, message.head))
 
     # In
 

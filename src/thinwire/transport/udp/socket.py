@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from thinwire import _native
 from thinwire.errors import TransportError
-from thinwire.transport.base import Buffer
-from thinwire.transport.limits import LARGEST_PACKET
+from thinwire.transport.base import LARGEST_PACKET, Buffer
 from thinwire.transport.udp.congestion import SPAN
 from thinwire.transport.udp.packet import CONTROL, DATA, OVERHEAD, PREFIX, PROBE, SplitPacket, read_control
 from thinwire.transport.udp.session import Address, UdpSession
@@ -59,7 +58,7 @@ class PacketReceiver:
     def __init__(self, sessions: Mapping[int, UdpSession], rejected: Counter[str], *, server: bool) -> None:
         self._sessions, self._rejected, self._server = sessions, rejected, server
 
-    def receive(self, packets: Sequence[tuple[SplitPacket, bytes, float]]) -> bool:
+    def receive(self, packets: Sequence[tuple[SplitPacket, bytes, float]], now: float) -> bool:
         """Take packets, with their senders and times of arrival; return whether a session has something to deliver.
 
         Consecutive pieces of one session are parsed together, by one native call.
@@ -80,30 +79,31 @@ class PacketReceiver:
                 news |= _learn_address(session, origin)
             if plain[:1] != _DATA:
                 if session is run:  # it may be about the pieces that came before it
-                    news |= self._receive_pieces(run, contents, stamps)
+                    news |= self._receive_pieces(run, contents, stamps, now)
                     run = None
-                news |= self._receive_other(session, plain)
+                news |= self._receive_other(session, plain, now)
                 continue
             if session is not run:
-                news |= self._receive_pieces(run, contents, stamps)
+                news |= self._receive_pieces(run, contents, stamps, now)
                 run, contents, stamps = session, [], []
             contents.append(plain)
             stamps.append(stamp)
-        return self._receive_pieces(run, contents, stamps) or news
+        return self._receive_pieces(run, contents, stamps, now) or news
 
-    def _receive_pieces(self, session: UdpSession | None, contents: list[bytes], stamps: list[float]) -> bool:
+    def _receive_pieces(
+        self, session: UdpSession | None, contents: list[bytes], stamps: list[float], now: float
+    ) -> bool:
         if session is None:
             return False
         groups, broken = _native.read_data(contents, stamps, SPAN)
         if broken:
             self._rejected["broken"] += broken
-        now = time.monotonic()
         return any([session.receive_pieces(group, now) for group in groups])
 
-    def _receive_other(self, session: UdpSession, plain: bytes) -> bool:
+    def _receive_other(self, session: UdpSession, plain: bytes, now: float) -> bool:
         try:
             if plain[0] == CONTROL:
-                return session.receive_control(*read_control(session.number, plain), time.monotonic())
+                return session.receive_control(*read_control(session.number, plain), now)
             if plain[0] == PROBE:
                 return False
         except (TransportError, struct.error, IndexError):
@@ -217,8 +217,10 @@ class SocketThread(threading.Thread):
         """Send what a session may send now; return the seconds until more may, and whether a message was finished."""
         with self.lock:
             waiting = len(session.sender.queue)
-            delay = session.send_due(lambda packets: self.send_packets(session, packets))
-            return min(delay, self._send_control(session)), len(session.sender.queue) < waiting
+            while (due := session.next_packets(time.monotonic(), time.time()))[0]:
+                self.send_packets(session, due[0])
+                session.on_sent(due[0], time.monotonic())
+            return min(due[1], self._send_control(session)), len(session.sender.queue) < waiting
 
     def _send_control(self, session: UdpSession) -> float:
         """Send the control packets that are due; return the seconds until more are."""
@@ -232,9 +234,10 @@ class SocketThread(threading.Thread):
     def drain(self, session: UdpSession, *, everything: bool = False) -> list[list[Buffer]]:
         """Send a session's control packets and return the messages to send over TCP now."""
         with self.lock:
-            if not everything and not session.has_control(time.monotonic()):
+            now = time.monotonic()
+            if not everything and not session.has_control(now):
                 return []
-            messages = session.drain(everything=everything)
+            messages = session.drain(now, everything=everything)
             self._send_control(session)
         if session.control_due < self._sleeps_until - 0.002:
             self.wake()
@@ -272,7 +275,7 @@ class SocketThread(threading.Thread):
                 self._socket.fileno(), _AT_ONCE, LARGEST_PACKET, PREFIX, OVERHEAD
             )
             self._more = len(found) + truncated + foreign == _AT_ONCE
-            news = self._receiver.receive(found)
+            news = self._receiver.receive(found, time.monotonic())
             if truncated or foreign:
                 self.rejected.update(truncated=truncated, foreign=foreign)
         return news
@@ -282,7 +285,7 @@ class SocketThread(threading.Thread):
         parts = _native.split_datagram(packet, PREFIX, OVERHEAD)
         if parts is None:
             self.rejected["truncated" if len(packet) < OVERHEAD else "foreign"] += 1
-        return parts is not None and self._receiver.receive([(parts, origin, stamp)])
+        return parts is not None and self._receiver.receive([(parts, origin, stamp)], time.monotonic())
 
     def time_to_deadline(self) -> float:
         """Return the seconds until the owner must look after a session even if nothing arrives."""

@@ -1,0 +1,224 @@
+"""Rounds: messages between all ranks that are under way, so that several buckets can be exchanged at the same time.
+
+Gloo's sender waits for its receiver: data leaves only after the notice of a posted receive has arrived. A receive that
+is posted when the exchange begins therefore costs a whole round trip. Here the receive of a lane's next message is
+posted as soon as the last one was read, usually a step ahead, so that a message takes half a round trip.
+
+A posted receive belongs to no particular bucket: it takes the next message of its lane, whatever that is, up to the
+size for which there is room. Both sides compute this size from the sizes of the messages before. The rest of a larger
+message needs a receive of its own, and a round trip. Nothing is ever cancelled: the receives that stay posted when a
+model has fewer buckets, or when a link is detached, take later messages of the same process group.
+"""
+
+import contextlib
+import datetime
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Bytes for which a receive has room at least, and at most.
+_LEAST, _MOST = 4096, 1 << 22
+# The tag of receives that nobody answers, see `DirectMessages.abort`; lanes count from 0.
+_UNANSWERED = 1 << 20
+
+
+class Round(ABC):
+    """One message from every rank to every other, under way."""
+
+    trips = 0.0  # round trips between sending and the result
+    done = False  # whether `wait` returns at once
+
+    @abstractmethod
+    def wait(self) -> list[Tensor]:
+        """All ranks' messages, in rank order, when they have arrived; any thread may wait."""
+
+    def release(self) -> None:
+        """Let the next messages overwrite these, after they were read."""
+
+    def finish(self) -> None:
+        """Wait for a round of which nothing is read."""
+        self.wait()
+        self.release()
+
+
+class Arrived(Round):
+    """Messages that were exchanged by a collective which returned when they were there."""
+
+    done = True
+
+    def __init__(self, messages: list[Tensor], trips: float = 0.0) -> None:
+        self._messages, self.trips = messages, trips
+
+    def wait(self) -> list[Tensor]:
+        return self._messages
+
+
+class Collective(Round):
+    """A collective that the process group's own threads run. Its results are in the given tensors."""
+
+    def __init__(self, work: Any, results: list[Tensor], trips: float, ended: Callable[[float, float], None]) -> None:
+        self._work, self._results, self.trips, self._ended = work, results, trips, ended
+        self._began = self._arrived = time.perf_counter()
+
+    def wait(self) -> list[Tensor]:
+        self._work.wait()
+        self._arrived = time.perf_counter()
+        return self._results
+
+    def release(self) -> None:
+        self._ended(self._began, self._arrived)
+
+
+def capacity(posted: int, size: int) -> int:
+    """Bytes of the receive that follows a message of `size` bytes, if there was room for `posted`.
+
+    There is room for the growth of one step (see `AgreedSizes`). Memory is kept while it fits, because newly allocated
+    pages are slow.
+    """
+    if 4 * size // 3 + 64 <= posted <= max(8 * size, _LEAST):
+        return posted
+    return min(max(-(-3 * size // 2) + 511 & ~511, _LEAST), _MOST)
+
+
+class Lane:
+    """Messages of one tag. Each rank's n-th message to another meets the n-th receive that the other has posted."""
+
+    def __init__(self, backend: Any, tag: int, rank: int, world: int) -> None:
+        self._backend, self._tag, self._rank, self._world = backend, tag, rank, world
+        # In different orders on all ranks, so that no link gets all messages at once. The first of them sends its
+        # message to this rank last: when that has arrived, so have most of the others.
+        self._peers = [(rank + i) % world for i in range(1, world)]
+        self._rooms = [torch.empty(0, dtype=torch.uint8)] * world  # of the posted receives
+        self._posted: list[Any] = [None] * world
+        self._there = [0] * world  # bytes of the receives that the other ranks have posted for this one
+        self._failure: RuntimeError | None = None
+
+    def start(
+        self, outgoing: Sequence[Tensor], expected: Sequence[int], ended: Callable[[float, float], None]
+    ) -> "DirectRound":
+        """Send every other rank its message. `expected` are the bytes of theirs; a message of none is not sent."""
+        if self._failure is not None:
+            raise self._failure
+        found = DirectRound(self, outgoing[self._rank], self._rank, ended)
+        found.messages = [room[:size] for room, size in zip(self._rooms, expected, strict=True)]
+        for peer in self._peers:
+            if expected[peer]:
+                self._expect(peer, expected[peer], found)
+        for peer in self._peers:
+            if outgoing[peer].numel():
+                self._send(peer, outgoing[peer], found)
+        return found
+
+    def _expect(self, peer: int, size: int, found: "DirectRound") -> None:
+        """Add what is received from a rank to a round."""
+        room = self._rooms[peer]
+        if room.numel():
+            found.works.append(self._posted[peer])
+        if size > room.numel():  # what is too large for the posted receive gets one of its own
+            whole = found.messages[peer] = torch.empty(size, dtype=torch.uint8)
+            found.works.append(self._backend.recv([whole[room.numel() :]], peer, self._tag))
+            found.heads.append((whole, room))
+            found.trips = 1.0
+        found.read.append((peer, size))
+
+    def _send(self, peer: int, message: Tensor, found: "DirectRound") -> None:
+        """Send a message, in two parts if it is too large for the receive that the other rank has posted."""
+        size, room = message.numel(), self._there[peer]
+        self._there[peer] = capacity(room, size)
+        if size <= room:
+            found.sends.append(self._backend.send([message], peer, self._tag))
+            return
+        found.trips = 1.0
+        for part in (message[:room], message[room:]):
+            if part.numel():
+                found.sends.append(self._backend.send([part], peer, self._tag))
+
+    def post(self, read: Sequence[tuple[int, int]]) -> None:
+        """Post the next receive from each of these ranks, of whose messages so many bytes were read.
+
+        A rank may be gone by now. Nobody may need it any more, so that the next round tells of it.
+        """
+        try:
+            for peer, size in read:
+                room = self._rooms[peer]
+                wanted = capacity(room.numel(), size)
+                if wanted != room.numel():
+                    room = self._rooms[peer] = torch.empty(wanted, dtype=torch.uint8)
+                self._posted[peer] = self._backend.recv([room], peer, self._tag)
+        except RuntimeError as error:
+            self._failure = error.with_traceback(None)
+
+
+class DirectRound(Round):
+    """A round of messages that are sent from rank to rank."""
+
+    trips = 0.5
+
+    def __init__(self, lane: Lane, own: Tensor, rank: int, ended: Callable[[float, float], None]) -> None:
+        self.works: list[Any] = []
+        self.sends: list[Any] = []
+        self.messages: list[Tensor] = []
+        self.heads: list[tuple[Tensor, Tensor]] = []  # messages in two parts, and the room that has the first
+        self.read: list[tuple[int, int]] = []  # ranks and bytes
+        self._lane, self._own, self._rank, self._ended = lane, own, rank, ended
+        self._began = self._arrived = time.perf_counter()
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        for work in self.sends:  # its message must stay as it is until it has left
+            work.wait()
+        for whole, room in self.heads:
+            whole[: room.numel()] = room
+        self.messages[self._rank] = self._own
+        self._arrived = time.perf_counter()
+        return self.messages
+
+    def release(self) -> None:
+        self._ended(self._began, self._arrived)
+        self._lane.post(self.read)
+
+
+class DirectMessages:
+    """The lanes between the ranks of a Gloo process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._backend: Any = group._get_backend(torch.device("cpu"))
+        self._rank, self._world = group.rank(), group.size()
+        self._lanes: dict[int, Lane] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "DirectMessages":
+        """Those of a group: receives that one channel has posted take the messages of the next one."""
+        found = _of_groups.get(group)
+        if found is None:
+            found = _of_groups[group] = cls(group)
+        return found
+
+    def lane(self, tag: int) -> Lane:
+        """A lane by its number; all ranks use the same for the same messages."""
+        if tag not in self._lanes:
+            self._lanes[tag] = Lane(self._backend, tag, self._rank, self._world)
+        return self._lanes[tag]
+
+    def abort(self) -> None:
+        """Close the connections, so that everyone who waits for a message on either side gets an error.
+
+        Gloo has no call for that, but it closes the connections to all ranks when a receive takes too long.
+        """
+        self._lanes.clear()
+        for peer in range(self._world):
+            if peer != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    unanswered = self._backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNANSWERED)
+                    unanswered.wait(datetime.timedelta(milliseconds=1))
+
+
+# A group that is freed takes its posted receives with it.
+_of_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, DirectMessages]" = weakref.WeakKeyDictionary()

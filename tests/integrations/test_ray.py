@@ -1,0 +1,68 @@
+"""Ray Train: a worker is killed, Ray starts all again, and the run equals the unbroken one."""
+
+import json
+import os
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.needs import needs
+from thinwire.tools.lab import Lab
+
+PROJECT = Path(__file__).parents[2]
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(PROJECT)}
+
+
+def run(*command: str) -> str:
+    """Run a program on a host of a lab, where Ray's processes reach no other network."""
+    if find_spec("ray") is None and os.environ.get("CI") != "true":
+        pytest.skip("ray is not installed")
+    needs("lab")
+    with Lab(1) as lab:
+        found = lab.run([sys.executable, *command], env=QUIET, timeout=900)
+    output = "\n".join(found.hosts[0].lines)
+    assert found.failure is None, output[-8000:]
+    return output
+
+
+def result(folder: Path, optimizer: str, kill_at: int) -> list[Any]:
+    folder.mkdir()
+    run("-m", "tests.integrations.ray_run", str(folder), optimizer, str(kill_at))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_killed_worker_is_replaced_and_the_run_is_the_unbroken_one(tmp_path: Path, optimizer: str) -> None:
+    unbroken = result(tmp_path / "unbroken", optimizer, -1)
+    resumed = result(tmp_path / "broken", optimizer, 40)
+    assert (tmp_path / "broken" / "killed").exists()
+    assert {epoch for _, epoch in unbroken} == {0}
+    assert {epoch for _, epoch in resumed} in ({1}, {2})  # Ray may not have noticed the newest checkpoint yet
+    assert unbroken[0][0][0] == unbroken[1][0][0] and unbroken[0][0][1] == 64
+    assert [reached for reached, _ in resumed] == [reached for reached, _ in unbroken]
+
+
+EXAMPLE = """
+import runpy, sys
+from tests.integrations.ray_run import start
+start()
+sys.path.insert(0, sys.argv[1])
+sys.argv[:] = ["ray_train.py", sys.argv[2]]
+runpy.run_path(sys.path[0] + "/ray_train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(950)
+def test_the_example(tmp_path: Path) -> None:
+    output = run("-c", EXAMPLE, str(PROJECT / "examples"), str(tmp_path))
+    found = re.findall(r"rank (\d): accuracy ([\d.]+), checksum (\w+), step 256", output)
+    assert sorted(rank for rank, _, _ in found) == ["0", "1"]
+    assert len({checksum for _, _, checksum in found}) == 1
+    assert all(float(accuracy) > 0.85 for _, accuracy, _ in found)
