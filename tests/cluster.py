@@ -15,12 +15,14 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from thinwire.link import updates
 from thinwire.tune import forecast
 
 Task = tuple[Callable[..., Any], int, int, int, float, tuple[Any, ...]]
@@ -28,6 +30,14 @@ Task = tuple[Callable[..., Any], int, int, int, float, tuple[Any, ...]]
 
 # What every rank needs; torch imports the second when the first optimizer is made.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.algorithms.join", "thinwire.hooks.attach"]
+
+# Constants that tests change on their ranks. Ranks serve many tests, in an order that differs from run to run, so every
+# test starts from these. The tests' models are small, and several collectives a step are what must be right.
+_CONSTANTS: list[tuple[ModuleType, str, Any]] = [
+    (forecast, "JOINED_BELOW", 0),
+    (updates, "BUCKET_ELEMENTS", updates.BUCKET_ELEMENTS),
+    (updates, "LOOK_AHEAD", updates.LOOK_AHEAD),
+]
 
 PATIENCE = 240.0  # seconds after which a rank counts as hung; machines are busy
 
@@ -61,7 +71,6 @@ def _end_with_the_tests() -> None:
 def _serve(pipe: Connection) -> None:
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     torch.set_num_threads(1)
-    forecast.JOINED_BELOW = 0  # the tests' models are small, and several collectives a step are what must be right
     while True:
         try:
             task: Task = pipe.recv()
@@ -69,6 +78,8 @@ def _serve(pipe: Connection) -> None:
             return
         function, rank, world, port, timeout, arguments = task
         os.environ.update(_variables(rank, world, port))
+        for module, name, value in _CONSTANTS:
+            setattr(module, name, value)
         try:
             if timeout:
                 limit = datetime.timedelta(seconds=timeout)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -166,8 +165,6 @@ def reshaped(rank: int, directory: str) -> list[dict[str, Any]]:
     return found
 
 
-# Once in several runs Gloo ended a rank here, because a message was larger than its receive: see the lab notebook.
-@pytest.mark.long
 def test_another_number_of_replicas_and_shards_loads_the_means(cluster: Cluster, tmp_path: Path) -> None:
     for first, *others in cluster.run(reshaped, 4, str(tmp_path)):
         moments = first["updates"]["optimizers"][0]["blocks.0.up.weight"]

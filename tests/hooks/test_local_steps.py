@@ -88,7 +88,6 @@ def whole(rank: int, overlap: bool) -> list[bool]:
         near.append(all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one.parameters(), many.parameters())))  # noqa: B905
     link.detach()
     near.append(all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one.parameters(), many.parameters())))  # noqa: B905
-    updates.LOOK_AHEAD = 1.4
     return near
 
 

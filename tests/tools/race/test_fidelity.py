@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire as tw
 from tests.cluster import Cluster
 from tests.link import jobs
-from thinwire.link import updates
 from thinwire.tools.bench import fidelity
 from thinwire.tools.bench.fidelity import FidelityRun, Results
 from thinwire.tools.recipes.recipe import Batch, Defaults, Optimizer, Recipe, Splits
@@ -46,7 +45,6 @@ def recipe() -> Recipe:
 
 def real(rank: int, codec: Any, options: dict[str, Any]) -> list[int]:
     """What ranks with a network between them compute."""
-    updates.BUCKET_ELEMENTS = 1 << 23
     made = recipe()
     model = DDP(made.build(3))
     optimizer = made.optimizer(model)
