@@ -26,6 +26,7 @@ def main(directory: str) -> None:
             optimizer.step()
         if epoch == 1:
             accelerator.save_state(directory)
+            accelerator.wait_for_everyone()  # rank 0 writes the model, and every rank loads it
             accelerator.load_state(directory)
     report(net, link.step)
     accelerator.end_training()

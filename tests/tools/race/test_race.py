@@ -177,6 +177,7 @@ def saving(rank: int, folder: Path, filler: Path) -> tuple[list[str], list[list[
         there.append(sorted(str(path.relative_to(folder)) for path in folder.rglob("*.p*")))
         dist.barrier()
     checkpoint.load()
+    dist.barrier()
     for name in ("link-1.pt", "model.pt"):
         if rank == 0:
             flip_a_bit(folder / "step-00000004" / name)
