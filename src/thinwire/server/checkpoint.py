@@ -31,7 +31,7 @@ class CheckpointWriter:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, figures: dict[str, Any]) -> bool:
         """Write a checkpoint and return whether that was possible; a failure is logged once, until it is mended.
 
-        figures: cut, step, accepted_steps, pending, lossy and extra.
+        figures: cut, step, accepted_steps, arrived_shards, pending, lossy and extra.
         """
         path = self._folder / _FILE
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -69,7 +69,7 @@ def load_checkpoint(
             raise ValueError("the model was cut in other parts: serve it with the same codec and optimizer")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        figures = {name: dict(state[name]) for name in ("accepted_steps", "extra")}
+        figures = {name: dict(state.get(name, {})) for name in ("accepted_steps", "arrived_shards", "extra")}
         pending = {"pending": state.get("pending", []), "lossy": bool(state.get("lossy"))}  # 0.2.0 saved none
         return {"step": int(state["step"]), **figures, **pending}
     except Exception as error:  # torch raises many kinds for files that are not its own

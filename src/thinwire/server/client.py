@@ -28,6 +28,7 @@ from thinwire.transport.udp.recovery import pack_all
 log = logging.getLogger("thinwire.worker")
 
 Gradients = Mapping[str, Tensor]
+ArrivedRanges = Mapping[tuple[int, int], Sequence[tuple[int, int]]]  # by part and step
 Event = tuple[float, int, int]  # when (time.monotonic), layer, step
 # Heartbeats to a server that does not answer pile up in a queue: after the first few they are sent less often.
 _UNANSWERED, _SLOW_HEARTBEAT = 4, 2.0
@@ -132,7 +133,8 @@ class PushQueue:
         self._parameters, self._timings = parameters, timings
         self._gradients: dict[tuple[int, int], Gradients] = {}  # by layer and step
         self.unacknowledged: dict[tuple[int, int, int], Frame | SentShards] = {}  # by layer, part and step
-        self._tickets: dict[int, SentShards] = {}  # pushes in shards that are not reported yet
+        # By ticket: pushes in shards that are not reported yet, with their layer, part and step.
+        self._tickets: dict[int, tuple[tuple[int, int, int], SentShards]] = {}
         self.restored = 0.0  # sum of the magnitudes that were lost on the way and added to the residual again
 
     @property
@@ -186,12 +188,13 @@ class PushQueue:
 
     def on_ticket(self, sent: SentShards, ticket: int | None) -> None:
         """Note the transport's ticket of a push in shards; None if all of it will arrive."""
-        if ticket is not None:
-            self._tickets[ticket] = sent
+        place = next((place for place, each in self.unacknowledged.items() if each is sent), None)
+        if ticket is not None and place is not None:
+            self._tickets[ticket] = place, sent
 
     def report(self, ticket: int, lost: frozenset[int], on_loss: str) -> None:
         """Add the lost shards of a push to the residual again, or drop them."""
-        sent = self._tickets.pop(ticket, None)
+        _, sent = self._tickets.pop(ticket, (None, None))
         if sent is not None and lost:
             self.restored += sent.give_back(self.codec, lost, restore=check_on_loss(on_loss) == "restore")
 
@@ -202,9 +205,12 @@ class PushQueue:
         self._timings.note(self._timings.acks, layer, clock, now)
         return True
 
-    def restart(self, accepted_steps: list[int] | None) -> None:
+    def restart(
+        self, accepted_steps: list[int] | None, arrived: ArrivedRanges | None = None, *, on_loss: str = "restore"
+    ) -> None:
         """Begin a new session: add pushes that the server has not accepted, by part, to the residual again.
 
+        arrived: of accepted pushes that lost shards, the shards that arrived: the transport may not have reported it.
         Gradients that still wait to be sent belong to the old session and are dropped.
         """
         self._gradients.clear()
@@ -213,8 +219,15 @@ class PushQueue:
             return
         if accepted_steps is not None and len(accepted_steps) != len(layout.numbers):  # the server cuts other parts now
             accepted_steps = None
-        for (layer, part, clock), frame in self.unacknowledged.items():
-            if accepted_steps is not None and clock < accepted_steps[layout.numbers[layer, part]]:
+        for (layer, part, clock), frame in {**dict(self._tickets.values()), **self.unacknowledged}.items():
+            number = layout.numbers[layer, part]
+            if accepted_steps is not None and clock < accepted_steps[number]:
+                ranges = (arrived or {}).get((number, clock))
+                if ranges is not None and isinstance(frame, SentShards):
+                    restore = check_on_loss(on_loss) == "restore"
+                    self.restored += frame.give_back(self.codec, frame.lost(ranges), restore=restore)
+                continue
+            if (layer, part, clock) not in self.unacknowledged:  # the server that acknowledged it has lost it
                 continue
             if isinstance(frame, SentShards):
                 frame.give_back(self.codec)
@@ -414,7 +427,8 @@ class Client:
 
     def _on_welcome(self, message: Message) -> None:
         session = Session(message.session, message.json, self._model)
-        self.pushes.restart(session.accepted_steps)
+        on_loss = str(session.tell.get("on_loss", "restore"))
+        self.pushes.restart(session.accepted_steps, session.arrived_shards, on_loss=on_loss)
         if not self._has_codec:
             self._has_codec, self.pushes.codec = True, session.codec()
         log.info("joined the server as worker %d at step %d", session.slot, session.first)

@@ -21,10 +21,14 @@ from thinwire.transport.base import Buffer, LogLimit, Peer
 log = logging.getLogger("thinwire.server")
 
 T = TypeVar("T")
+# Accepted pushes of which only some shards arrived: part, step, and the ranges of shards that did.
+ArrivedShards = list[tuple[int, int, list[tuple[int, int]]]]
 CheckHello = Callable[[Message], Applicant]
 # How many departed workers' accepted steps are remembered, so that a returning one restores only what was lost; and
 # how many integers that may take.
 _REMEMBERED, _REMEMBERED_INTEGERS = 1024, 1 << 20
+# The number of a part's last steps whose lost shards are remembered at least: the transport may not have reported them.
+_UNREPORTED = 4
 # The number of recent steps that a worker's rate is computed from.
 _RECENT = 20
 # Seconds without a HELLO after which a worker that waits for the start counts as gone.
@@ -68,6 +72,8 @@ class Member(WorkerClock):
     since: float  # when it joined
     allowance: Allowance
     accepted_steps: list[int] | None = None  # of its session before, as its WELCOME message said
+    arrived_before: ArrivedShards = field(default_factory=list)  # the same
+    arrived: dict[int, ArrivedShards] = field(default_factory=dict)  # by part: recent pushes that lost shards
     welcome: Message | None = None  # sent again if it repeats its HELLO before anything else
     counter: Counter = field(default_factory=Counter)
     pending: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: step, in full
@@ -84,6 +90,19 @@ class Member(WorkerClock):
         """Which of its pushes are accepted, as its next WELCOME must say: `due`, or as the last one said."""
         # A worker that never sent anything may not have received its WELCOME, and still needs what that one said.
         return self.due if self.received else self.accepted_steps
+
+    @property
+    def known_shards(self) -> ArrivedShards:
+        """Which of its accepted pushes have lost shards, as its next WELCOME must say."""
+        return [each for pushes in self.arrived.values() for each in pushes] if self.received else self.arrived_before
+
+    def note_arrived(self, part: int, clock: int, ranges: list[tuple[int, int]] | None, bound: int | None) -> None:
+        """Note which shards of an accepted push have arrived; None if all have."""
+        since = clock - max(_UNREPORTED, (bound or 0) + 2)
+        recent = [each for each in self.arrived.pop(part, []) if each[1] > since]
+        recent += [] if ranges is None else [(part, clock, ranges)]
+        if recent:
+            self.arrived[part] = recent
 
     @property
     def label(self) -> str:
@@ -137,6 +156,7 @@ class Membership:
         self.outgoing: deque[Outgoing] = deque()
         self.waiting: dict[str, tuple[Peer, Applicant, float]] = {}  # by token, with the time of the last HELLO
         self.accepted_steps: dict[str, list[int]] = {}  # of workers that have left, by token
+        self.arrived_shards: dict[str, ArrivedShards] = {}  # of the same workers
         self.joined = self.left = 0
         self._last_session = session
         self._refused: dict[Peer, None] = {}  # recently
@@ -220,10 +240,12 @@ class Membership:
         who = partial(Member, peer=peer, session=session, slot=slot, token=applicant.token, name=applicant.name)
         member = self.clock.join(session, partial(who, pool=pool, heard=now, since=now, allowance=Allowance(now)))
         member.accepted_steps = self.accepted_steps.pop(member.token, None)
+        member.arrived_before = self.arrived_shards.pop(member.token, [])
         self.joined += 1
         log.info("%s joins at step %d", member.label, member.first)
         own = {"slot": slot, "first": member.first, "accepted_steps": member.accepted_steps}
-        member.welcome = with_json(MessageKind.WELCOME, session, **own, **self._terms)
+        shards = {"arrived_shards": member.arrived_before} if member.arrived_before else {}
+        member.welcome = with_json(MessageKind.WELCOME, session, **own, **shards, **self._terms)
         self.send(member, member.welcome)
 
     def _free_slot(self, wanted: int | None) -> int:
@@ -266,10 +288,15 @@ class Membership:
         self.clock.leave(member.session)
         known = member.known_steps
         self.accepted_steps.pop(member.token, None)
+        self.arrived_shards.pop(member.token, None)
         if known is not None:
             self.accepted_steps[member.token] = known
+            if shards := member.known_shards:
+                self.arrived_shards[member.token] = shards
         while len(self.accepted_steps) > max(16, min(_REMEMBERED, _REMEMBERED_INTEGERS // len(member.due))):
-            self.accepted_steps.pop(next(iter(self.accepted_steps)))  # the oldest
+            oldest = next(iter(self.accepted_steps))
+            del self.accepted_steps[oldest]
+            self.arrived_shards.pop(oldest, None)
         self.left += 1
         self.left_at = now
         if not keep_connection:
@@ -302,13 +329,14 @@ class Membership:
         if self.by_peer(peer) is None:
             self._forget(peer)
 
-    def all_accepted_steps(self) -> dict[str, list[int]]:
-        """Return which pushes are accepted, by token, of members and of workers that have left."""
-        found = dict(self.accepted_steps)
+    def all_accepted(self) -> dict[str, dict[str, Any]]:
+        """Return which pushes are accepted, and of which shards were lost, of members and of workers that have left."""
+        steps, shards = dict(self.accepted_steps), dict(self.arrived_shards)
         for member in self.active.values():
             known = member.known_steps
-            found |= {} if known is None else {member.token: known}
-        return found
+            if known is not None:
+                steps[member.token], shards[member.token] = known, member.known_shards
+        return {"accepted_steps": steps, "arrived_shards": shards}
 
     # The server's own time
 

@@ -281,6 +281,17 @@ def check_timeout(seconds: Any) -> float:
     return float(seconds)
 
 
+def _read_shards(value: Any) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Return the shards that have arrived of accepted pushes that lost some, by part and step."""
+    try:
+        found = {(part, clock): [(first, end) for first, end in ranges] for part, clock, ranges in value}
+    except (TypeError, ValueError):
+        found = {(0, 0): [(None, None)]}
+    if not all(type(n) is int for key, ranges in found.items() for pair in (key, *ranges) for n in pair):
+        raise MessageError("arrived_shards must be a list of parts, steps and ranges of shards")
+    return found
+
+
 class Session:
     """What a worker knows of its session: the terms of the WELCOME message, and which parameters have arrived.
 
@@ -306,6 +317,7 @@ class Session:
         steps = self.accepted_steps = terms.get("accepted_steps")
         if steps is not None and (not isinstance(steps, list) or not all(type(n) is int for n in steps)):
             raise MessageError("accepted_steps must be a list of integers")
+        self.arrived_shards = _read_shards(terms.get("arrived_shards", []))
         # For each part: the step that the parameters here are fresh enough for, and their version.
         self.arrived = [[-1] * len(layer.parts) for layer in self.layout.layers]
         self.versions = [[-1] * len(layer.parts) for layer in self.layout.layers]

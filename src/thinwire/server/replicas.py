@@ -6,7 +6,7 @@ learns which entries of a delta a worker has lost. With the next delta it sends 
 the worker writes over its own, so that both agree again.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,8 @@ class ReceivedShards:
         self.size, self.reported, self._body = pieces.total, pieces.reported, body
         self.non_finite = any(piece == NON_FINITE for piece in pieces.arrived.values())
         found = [] if self.non_finite else sorted(pieces.arrived.items())
+        # None if all have arrived.
+        self.arrived = _ranges(pieces.arrived) if len(pieces.arrived) < pieces.count else None
         self._shards = ShardReader([piece for _, piece in found], numels, exact=exact)
 
     @property
@@ -57,6 +59,17 @@ class ReceivedShards:
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
         """Add all entries that have arrived."""
         self._shards.add_to(outs, weight)
+
+
+def _ranges(indexes: Iterable[int]) -> list[tuple[int, int]]:
+    """Return whole numbers as ranges: the first of each, and one more than the last."""
+    found: list[tuple[int, int]] = []
+    for index in sorted(indexes):
+        if found and found[-1][1] == index:
+            found[-1] = found[-1][0], index + 1
+        else:
+            found.append((index, index + 1))
+    return found
 
 
 @dataclass
@@ -85,6 +98,10 @@ class SentShards:
     def size(self) -> int:
         """Bytes of all shards."""
         return sum(map(len, self.shards.values()))
+
+    def lost(self, arrived: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the shards outside of some ranges, without those that were known to be lost."""
+        return [index for index in self.shards if not any(first <= index < end for first, end in arrived)]
 
     def give_back(self, codec: Codec, lost: Collection[int] | None = None, *, restore: bool = True) -> float:
         """Add the entries of lost shards (None: of all) to the residual and return the sum of their magnitudes.

@@ -48,7 +48,7 @@ def _double_apply(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _accepted_pushes_restored(restart: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, accepted_steps: restart(self, None)
+    return lambda self, accepted_steps, *args, **options: restart(self, None)
 
 
 def _accepted_steps_forgotten(leave: Callable[..., None]) -> Callable[..., None]:
