@@ -129,7 +129,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_with_advice(tmp_path: Pat
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     path, cut = tmp_path / "server.pt", Layout.of(net, 0).cut
-    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": cut, "step": 3, "accepted_steps": {}, "extra": {}})
+    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": cut, "step": 3, "accepted": {}, "extra": {}})
     found = load_checkpoint(tmp_path, net, optimizer, cut)
     assert found is not None and found["step"] == 3
     state = torch.load(path, weights_only=True)
@@ -145,7 +145,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     net = nn.Linear(40, 40)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     path = tmp_path / "server.pt"
-    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": 0, "step": 3, "accepted_steps": {}, "extra": {}})
+    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": 0, "step": 3, "accepted": {}, "extra": {}})
     whole, weights = path.read_bytes(), net.weight.detach().clone()
     middle = whole.index(weights.numpy().tobytes()) + 3000
     for at in (middle, 100, len(whole) - 300, len(whole) - 40, len(whole) - 75):
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_0_2_0_without_a_checksum_loads_with_a_warning(
 ) -> None:
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": 0, "step": 3, "accepted_steps": {}, "extra": {}})
+    assert CheckpointWriter(tmp_path).save(net, optimizer, {"cut": 0, "step": 3, "accepted": {}, "extra": {}})
     state = torch.load(tmp_path / "server.pt", weights_only=True)
     torch.save({**state, "version": 3}, tmp_path / "server.pt")
     found = load_checkpoint(tmp_path, net, optimizer, 0)

@@ -82,7 +82,7 @@ TERMS: dict[str, Any] = {
     "window": 1000,
     "cut": 4,
     "timeout": 1.0,
-    "accepted_steps": None,
+    "accepted": None,
     "tell": {"push": "topk1"},
 }
 
@@ -103,8 +103,11 @@ TERMS: dict[str, Any] = {
         {"timeout": 1e8},
         {"timeout": 10**400},
         {"timeout": "x"},
-        {"accepted_steps": [1, "x"]},
-        {"accepted_steps": 5},
+        {"accepted": {"session": 1, "steps": [1, "x"], "shards": []}},
+        {"accepted": {"session": 1, "steps": [1], "shards": [[0, 1, [[0, None]]]]}},
+        {"accepted": {"session": 1, "steps": [1], "shards": [[0, 1]]}},
+        {"accepted": {"session": 1, "steps": [1]}},
+        {"accepted": 5},
         {"tell": []},
         {"tell": {"push": ["topk1"]}},
         {"tell": {"push": "no such codec"}},

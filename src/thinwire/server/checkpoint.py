@@ -14,6 +14,7 @@ from torch import nn
 
 from thinwire.errors import DamagedFileError, ServerCheckpointError
 from thinwire.files import WriteMonitor, open_checked, replace_file
+from thinwire.server.protocol import AcceptedPushes
 
 log = logging.getLogger("thinwire.server.checkpoint")
 _VERSION, _FILE = 4, "server.pt"
@@ -31,7 +32,7 @@ class CheckpointWriter:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, figures: dict[str, Any]) -> bool:
         """Write a checkpoint and return whether that was possible; a failure is logged once, until it is mended.
 
-        figures: cut, step, accepted_steps, arrived_shards, pending, lossy and extra.
+        figures: cut, step, accepted, pending, lossy and extra.
         """
         path = self._folder / _FILE
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -69,7 +70,7 @@ def load_checkpoint(
             raise ValueError("the model was cut in other parts: serve it with the same codec and optimizer")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        figures = {name: dict(state.get(name, {})) for name in ("accepted_steps", "arrived_shards", "extra")}
+        figures = {"accepted": _accepted(state), "extra": dict(state["extra"])}
         pending = {"pending": state.get("pending", []), "lossy": bool(state.get("lossy"))}  # 0.2.0 saved none
         return {"step": int(state["step"]), **figures, **pending}
     except Exception as error:  # torch raises many kinds for files that are not its own
@@ -83,6 +84,14 @@ def load_checkpoint(
             f"the checkpoint {path} cannot be used ({reason}): finish this training with the thinwire that "
             "wrote it, or remove the file or choose another folder to start a new training"
         ) from error
+
+
+def _accepted(state: dict[str, Any]) -> dict[str, AcceptedPushes]:
+    """Return which pushes are accepted, by token. Version 0.2.0 saved steps without their sessions."""
+    if "accepted" not in state:
+        return {token: AcceptedPushes(0, list(steps), {}) for token, steps in state["accepted_steps"].items()}
+    found = {token: AcceptedPushes.read(each) for token, each in state["accepted"].items()}
+    return {token: each for token, each in found.items() if each is not None}
 
 
 def stored_step(folder: Path) -> int:

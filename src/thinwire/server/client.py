@@ -19,7 +19,16 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.frame import Frame, FrameReader
 from thinwire.errors import MessageError, ServerError
 from thinwire.server.layout import Buffers
-from thinwire.server.protocol import STALENESS, Message, MessageKind, Session, parse, read_figures, with_json
+from thinwire.server.protocol import (
+    STALENESS,
+    AcceptedPushes,
+    Message,
+    MessageKind,
+    Session,
+    parse,
+    read_figures,
+    with_json,
+)
 from thinwire.server.replicas import LocalParameters, SentShards, check_on_loss
 from thinwire.server.schedule import Request
 from thinwire.transport.base import Buffer
@@ -28,7 +37,6 @@ from thinwire.transport.udp.recovery import pack_all
 log = logging.getLogger("thinwire.worker")
 
 Gradients = Mapping[str, Tensor]
-ArrivedRanges = Mapping[tuple[int, int], Sequence[tuple[int, int]]]  # by part and step
 Event = tuple[float, int, int]  # when (time.monotonic), layer, step
 # Heartbeats to a server that does not answer pile up in a queue: after the first few they are sent less often.
 _UNANSWERED, _SLOW_HEARTBEAT = 4, 2.0
@@ -135,6 +143,7 @@ class PushQueue:
         self.unacknowledged: dict[tuple[int, int, int], Frame | SentShards] = {}  # by layer, part and step
         # By ticket: pushes in shards that are not reported yet, with their layer, part and step.
         self._tickets: dict[int, tuple[tuple[int, int, int], SentShards]] = {}
+        self._session = 0  # in which the last gradient was pushed
         self.restored = 0.0  # sum of the magnitudes that were lost on the way and added to the residual again
 
     @property
@@ -179,6 +188,7 @@ class PushQueue:
         self._timings.sent(clock, entries)
         session.pool.sent(request, size)
         self.unacknowledged[layer, part, clock] = sent
+        self._session = session.number
         if part == len(session.layout.layers[layer].parts) - 1:
             self._gradients.pop((layer, clock), None)
         self._timings.note(self._timings.pushes, layer, clock, now)
@@ -205,24 +215,24 @@ class PushQueue:
         self._timings.note(self._timings.acks, layer, clock, now)
         return True
 
-    def restart(
-        self, accepted_steps: list[int] | None, arrived: ArrivedRanges | None = None, *, on_loss: str = "restore"
-    ) -> None:
+    def restart(self, accepted: AcceptedPushes | None, on_loss: str = "restore") -> None:
         """Begin a new session: add pushes that the server has not accepted, by part, to the residual again.
 
-        arrived: of accepted pushes that lost shards, the shards that arrived: the transport may not have reported it.
-        Gradients that still wait to be sent belong to the old session and are dropped.
+        on_loss: what becomes of shards of accepted pushes that were lost. Gradients that still wait to be sent belong
+        to the old session and are dropped.
         """
         self._gradients.clear()
         layout = self._parameters.last_layout
         if layout is None:
             return
-        if accepted_steps is not None and len(accepted_steps) != len(layout.numbers):  # the server cuts other parts now
-            accepted_steps = None
+        if accepted is not None and (
+            accepted.session not in (0, self._session) or len(accepted.steps) != len(layout.numbers)
+        ):  # of a session before the last one, or the server cuts other parts now
+            accepted = None
         for (layer, part, clock), frame in {**dict(self._tickets.values()), **self.unacknowledged}.items():
             number = layout.numbers[layer, part]
-            if accepted_steps is not None and clock < accepted_steps[number]:
-                ranges = (arrived or {}).get((number, clock))
+            if accepted is not None and clock < accepted.steps[number]:
+                ranges = accepted.shards.get((number, clock))
                 if ranges is not None and isinstance(frame, SentShards):
                     restore = check_on_loss(on_loss) == "restore"
                     self.restored += frame.give_back(self.codec, frame.lost(ranges), restore=restore)
@@ -427,8 +437,7 @@ class Client:
 
     def _on_welcome(self, message: Message) -> None:
         session = Session(message.session, message.json, self._model)
-        on_loss = str(session.tell.get("on_loss", "restore"))
-        self.pushes.restart(session.accepted_steps, session.arrived_shards, on_loss=on_loss)
+        self.pushes.restart(session.accepted, str(session.tell.get("on_loss", "restore")))
         if not self._has_codec:
             self._has_codec, self.pushes.codec = True, session.codec()
         log.info("joined the server as worker %d at step %d", session.slot, session.first)

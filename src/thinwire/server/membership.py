@@ -14,17 +14,24 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Clock, WorkerClock
-from thinwire.server.protocol import MOST_WORKERS, Applicant, Counter, Message, MessageKind, with_json
+from thinwire.server.protocol import (
+    MOST_WORKERS,
+    AcceptedPushes,
+    Applicant,
+    ArrivedShards,
+    Counter,
+    Message,
+    MessageKind,
+    with_json,
+)
 from thinwire.server.schedule import Pool, Staleness
 from thinwire.transport.base import Buffer, LogLimit, Peer
 
 log = logging.getLogger("thinwire.server")
 
 T = TypeVar("T")
-# Accepted pushes of which only some shards arrived: part, step, and the ranges of shards that did.
-ArrivedShards = list[tuple[int, int, list[tuple[int, int]]]]
 CheckHello = Callable[[Message], Applicant]
-# How many departed workers' accepted steps are remembered, so that a returning one restores only what was lost; and
+# How many departed workers' accepted pushes are remembered, so that a returning one restores only what was lost; and
 # how many integers that may take.
 _REMEMBERED, _REMEMBERED_INTEGERS = 1024, 1 << 20
 # The number of a part's last steps whose lost shards are remembered at least: the transport may not have reported them.
@@ -71,9 +78,8 @@ class Member(WorkerClock):
     heard: float  # when its last message arrived (time.monotonic)
     since: float  # when it joined
     allowance: Allowance
-    accepted_steps: list[int] | None = None  # of its session before, as its WELCOME message said
-    arrived_before: ArrivedShards = field(default_factory=list)  # the same
-    arrived: dict[int, ArrivedShards] = field(default_factory=dict)  # by part: recent pushes that lost shards
+    accepted_before: AcceptedPushes | None = None  # of its session before, as its WELCOME message said
+    arrived: ArrivedShards = field(default_factory=dict)  # of recent pushes that lost shards
     welcome: Message | None = None  # sent again if it repeats its HELLO before anything else
     counter: Counter = field(default_factory=Counter)
     pending: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: step, in full
@@ -86,23 +92,16 @@ class Member(WorkerClock):
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def known_steps(self) -> list[int] | None:
-        """Which of its pushes are accepted, as its next WELCOME must say: `due`, or as the last one said."""
+    def accepted(self) -> AcceptedPushes | None:
+        """Which of its pushes are accepted, as its next WELCOME must say."""
         # A worker that never sent anything may not have received its WELCOME, and still needs what that one said.
-        return self.due if self.received else self.accepted_steps
-
-    @property
-    def known_shards(self) -> ArrivedShards:
-        """Which of its accepted pushes have lost shards, as its next WELCOME must say."""
-        return [each for pushes in self.arrived.values() for each in pushes] if self.received else self.arrived_before
+        return AcceptedPushes(self.session, self.due, self.arrived) if self.received else self.accepted_before
 
     def note_arrived(self, part: int, clock: int, ranges: list[tuple[int, int]] | None, bound: int | None) -> None:
         """Note which shards of an accepted push have arrived; None if all have."""
-        since = clock - max(_UNREPORTED, (bound or 0) + 2)
-        recent = [each for each in self.arrived.pop(part, []) if each[1] > since]
-        recent += [] if ranges is None else [(part, clock, ranges)]
-        if recent:
-            self.arrived[part] = recent
+        self.arrived.pop((part, clock - max(_UNREPORTED, (bound or 0) + 2)), None)
+        if ranges is not None:
+            self.arrived[part, clock] = ranges
 
     @property
     def label(self) -> str:
@@ -155,8 +154,7 @@ class Membership:
         self.active = clock.workers  # by session
         self.outgoing: deque[Outgoing] = deque()
         self.waiting: dict[str, tuple[Peer, Applicant, float]] = {}  # by token, with the time of the last HELLO
-        self.accepted_steps: dict[str, list[int]] = {}  # of workers that have left, by token
-        self.arrived_shards: dict[str, ArrivedShards] = {}  # of the same workers
+        self.accepted: dict[str, AcceptedPushes] = {}  # of workers that have left, by token
         self.joined = self.left = 0
         self._last_session = session
         self._refused: dict[Peer, None] = {}  # recently
@@ -239,13 +237,11 @@ class Membership:
         pool = Pool(self._terms["policy"], Staleness.at_start(self._layers, 1), self._terms["window"])
         who = partial(Member, peer=peer, session=session, slot=slot, token=applicant.token, name=applicant.name)
         member = self.clock.join(session, partial(who, pool=pool, heard=now, since=now, allowance=Allowance(now)))
-        member.accepted_steps = self.accepted_steps.pop(member.token, None)
-        member.arrived_before = self.arrived_shards.pop(member.token, [])
+        before = member.accepted_before = self.accepted.pop(member.token, None)
         self.joined += 1
         log.info("%s joins at step %d", member.label, member.first)
-        own = {"slot": slot, "first": member.first, "accepted_steps": member.accepted_steps}
-        shards = {"arrived_shards": member.arrived_before} if member.arrived_before else {}
-        member.welcome = with_json(MessageKind.WELCOME, session, **own, **shards, **self._terms)
+        own = {"slot": slot, "first": member.first, "accepted": None if before is None else before.plain()}
+        member.welcome = with_json(MessageKind.WELCOME, session, **own, **self._terms)
         self.send(member, member.welcome)
 
     def _free_slot(self, wanted: int | None) -> int:
@@ -286,17 +282,12 @@ class Membership:
     def leave(self, member: Member, now: float, *, keep_connection: bool = False) -> None:
         """Remove a member: no step waits for it any more. Its accepted pushes stay accepted."""
         self.clock.leave(member.session)
-        known = member.known_steps
-        self.accepted_steps.pop(member.token, None)
-        self.arrived_shards.pop(member.token, None)
+        known = member.accepted
+        self.accepted.pop(member.token, None)
         if known is not None:
-            self.accepted_steps[member.token] = known
-            if shards := member.known_shards:
-                self.arrived_shards[member.token] = shards
-        while len(self.accepted_steps) > max(16, min(_REMEMBERED, _REMEMBERED_INTEGERS // len(member.due))):
-            oldest = next(iter(self.accepted_steps))
-            del self.accepted_steps[oldest]
-            self.arrived_shards.pop(oldest, None)
+            self.accepted[member.token] = known
+        while len(self.accepted) > max(16, min(_REMEMBERED, _REMEMBERED_INTEGERS // len(member.due))):
+            self.accepted.pop(next(iter(self.accepted)))  # the oldest
         self.left += 1
         self.left_at = now
         if not keep_connection:
@@ -329,14 +320,10 @@ class Membership:
         if self.by_peer(peer) is None:
             self._forget(peer)
 
-    def all_accepted(self) -> dict[str, dict[str, Any]]:
-        """Return which pushes are accepted, and of which shards were lost, of members and of workers that have left."""
-        steps, shards = dict(self.accepted_steps), dict(self.arrived_shards)
-        for member in self.active.values():
-            known = member.known_steps
-            if known is not None:
-                steps[member.token], shards[member.token] = known, member.known_shards
-        return {"accepted_steps": steps, "arrived_shards": shards}
+    def all_accepted(self) -> dict[str, AcceptedPushes]:
+        """Return which pushes are accepted, by token, of members and of workers that have left."""
+        members = {member.token: known for member in self.active.values() if (known := member.accepted) is not None}
+        return self.accepted | members
 
     # The server's own time
 

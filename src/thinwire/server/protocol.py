@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -281,15 +282,40 @@ def check_timeout(seconds: Any) -> float:
     return float(seconds)
 
 
-def _read_shards(value: Any) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Return the shards that have arrived of accepted pushes that lost some, by part and step."""
-    try:
-        found = {(part, clock): [(first, end) for first, end in ranges] for part, clock, ranges in value}
-    except (TypeError, ValueError):
-        found = {(0, 0): [(None, None)]}
-    if not all(type(n) is int for key, ranges in found.items() for pair in (key, *ranges) for n in pair):
-        raise MessageError("arrived_shards must be a list of parts, steps and ranges of shards")
-    return found
+# Pushes of which only some shards arrived, by part and step: the ranges of shards that did.
+ArrivedShards = dict[tuple[int, int], list[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class AcceptedPushes:
+    """Which pushes of a worker's last session the server has accepted. The worker adds the others to its residual.
+
+    Steps of different sessions are not comparable: a worker may join again at a step below its last one.
+    """
+
+    session: int  # 0: of any session
+    steps: list[int]  # by part: the pushes of all steps below it
+    shards: ArrivedShards  # of accepted pushes: the transport may not have reported what was lost
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain values, for messages and checkpoints."""
+        shards = [[part, clock, [list(each) for each in ranges]] for (part, clock), ranges in self.shards.items()]
+        return {"session": self.session, "steps": list(self.steps), "shards": shards}
+
+    @classmethod
+    def read(cls, value: Any) -> "AcceptedPushes | None":
+        """Read what `plain` returned; MessageError if it is something else."""
+        if value is None:
+            return None
+        try:
+            shards = {(part, clock): [(first, end) for first, end in ranges] for part, clock, ranges in value["shards"]}
+            found = cls(value["session"], list(value["steps"]), shards)
+        except (TypeError, ValueError, KeyError):
+            raise MessageError("the accepted pushes must be a session, steps and shards") from None
+        numbers = [found.session, *found.steps, *chain(*shards), *chain(*chain(*shards.values()))]
+        if not all(type(number) is int for number in numbers):
+            raise MessageError("the accepted pushes must be whole numbers")
+        return found
 
 
 class Session:
@@ -314,10 +340,7 @@ class Session:
             raise MessageError(f"the server's terms are invalid: {error}") from error
         self.known = Staleness.at_start(len(self.layout.layers), 1)
         self.pool = Pool(policy, self.known, field(terms, "window", int, 1))
-        steps = self.accepted_steps = terms.get("accepted_steps")
-        if steps is not None and (not isinstance(steps, list) or not all(type(n) is int for n in steps)):
-            raise MessageError("accepted_steps must be a list of integers")
-        self.arrived_shards = _read_shards(terms.get("arrived_shards", []))
+        self.accepted = AcceptedPushes.read(terms.get("accepted"))
         # For each part: the step that the parameters here are fresh enough for, and their version.
         self.arrived = [[-1] * len(layer.parts) for layer in self.layout.layers]
         self.versions = [[-1] * len(layer.parts) for layer in self.layout.layers]

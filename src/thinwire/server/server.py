@@ -121,7 +121,7 @@ class Server:
         folder = Path(checkpoint) if checkpoint is not None else None
         self._checkpoint = CheckpointWriter(folder) if folder is not None else None
         self._aggregator = Aggregator(model, optimizer, self.layout, reduce)
-        state: dict[str, Any] = {"step": 0, "accepted_steps": {}, "arrived_shards": {}, "extra": {}, "pending": []}
+        state: dict[str, Any] = {"step": 0, "accepted": {}, "extra": {}, "pending": []}
         if folder is not None:
             state = load_checkpoint(folder, model, optimizer, self.layout.cut) or state
         self._last_step = self._owner_step = self._resumed_at = int(state["step"])
@@ -142,8 +142,7 @@ class Server:
             session=secrets.randbits(30),
             now=time.monotonic(),
         )
-        self.membership.accepted_steps, self.membership.on_leave = state["accepted_steps"], self._on_leave
-        self.membership.arrived_shards = state["arrived_shards"]
+        self.membership.accepted, self.membership.on_leave = state["accepted"], self._on_leave
         self._on_step, self._on_figures = on_step, on_figures
         self._places = list(self.layout.places())
         self._numels = [self.layout.numels[place] for place in self._places]
@@ -198,7 +197,8 @@ class Server:
         # Workers do not repeat what was accepted: gradients that wait for their steps are saved, too. A server that
         # begins with them applies them, as if all workers had left, and goes on at the first step without any.
         step, pending = max([*self.clock.lowest, *self.clock.opened]), self._aggregator.pending()
-        figures = {"step": step, **self.membership.all_accepted(), "pending": pending}
+        accepted = {token: pushes.plain() for token, pushes in self.membership.all_accepted().items()}
+        figures = {"step": step, "accepted": accepted, "pending": pending}
         figures |= {"cut": self.layout.cut, "lossy": self._lossy, "extra": self.extra}
         return self._checkpoint.save(self.model, self.optimizer, figures)
 

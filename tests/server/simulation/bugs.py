@@ -48,13 +48,13 @@ def _double_apply(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _accepted_pushes_restored(restart: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, accepted_steps, *args, **options: restart(self, None)
+    return lambda self, accepted, on_loss: restart(self, None, on_loss)
 
 
 def _accepted_steps_forgotten(leave: Callable[..., None]) -> Callable[..., None]:
     def forgetful(self: Membership, member: Any, now: float, **options: Any) -> None:
         leave(self, member, now, **options)
-        self.accepted_steps.pop(member.token, None)
+        self.accepted.pop(member.token, None)
 
     return forgetful
 

@@ -245,6 +245,7 @@ class UdpLink(TcpLink):
         self.worker_side: UdpSide | None = None
         self.server_side: UdpSide | None = None
         self._early: list[Sequence[Buffer]] = []  # the worker's messages before it has a session
+        self._token, self._answer = b"\0", (b"", 0, b"")  # the worker's; and the last one that the server answered
         self.up_packets, self.down_packets = Direction(events, trouble), Direction(events, trouble)
         self.up_packets.deliver = lambda parts: self._packet(self.server, self.server_side, parts)
         self.down_packets.deliver = lambda parts: self._packet(self.worker, self.worker_side, parts)
@@ -257,22 +258,29 @@ class UdpLink(TcpLink):
 
     def _join(self) -> None:
         if self.worker_side is None and not self.closed:
-            TcpLink.worker_sends(self, Envelope(EnvelopeKind.JOIN, 0, 0, [b"token"]).as_parts())
+            TcpLink.worker_sends(self, Envelope(EnvelopeKind.JOIN, 0, 0, [self._token]).as_parts())
             self.events.after(_JOIN_SECONDS, self._join)
 
     def server_receives(self, parts: Parts) -> None:
         envelope = read_envelope(parts)
         assert envelope is not None
         if envelope.kind is EnvelopeKind.JOIN:
-            number, keys = self.events.chance.getrandbits(32), self.events.chance.randbytes(2 * KEY_BYTES)
-            admitted = self.server_side is not None and self.server_side.session.admitted
-            self.server_side = UdpSide(self, number, keys, server=True)
-            self.server_side.session.admitted = admitted
-            TcpLink.server_sends(self, Envelope(EnvelopeKind.KEY, number, 0, [keys]).as_parts())
+            self._offer(bytes(envelope.parts[0]))
         elif self.server_side is None or envelope.session != self.server_side.session.number:
             TcpLink.server_sends(self, Envelope(EnvelopeKind.UNKNOWN, envelope.session, 0, []).as_parts())
         else:
             self.server_side.on_envelope(envelope)
+
+    def _offer(self, token: bytes) -> None:
+        """Begin a session; a worker that asks again with the same token gets the same answer, as from the listener."""
+        if self.server_side is None or token != self._answer[0]:
+            number, keys = self.events.chance.getrandbits(32), self.events.chance.randbytes(2 * KEY_BYTES)
+            admitted = self.server_side is not None and self.server_side.session.admitted
+            self._answer = token, number, keys
+            self.server_side = UdpSide(self, number, keys, server=True)
+            self.server_side.session.admitted = admitted
+        _, number, keys = self._answer
+        TcpLink.server_sends(self, Envelope(EnvelopeKind.KEY, number, 0, [keys]).as_parts())
 
     def worker_receives(self, parts: Parts) -> None:
         envelope = read_envelope(parts)
@@ -287,6 +295,7 @@ class UdpLink(TcpLink):
         elif side is not None and envelope.session == side.session.number:
             if envelope.kind is EnvelopeKind.UNKNOWN:
                 self.worker_side = None
+                self._token = bytes([(self._token[0] + 1) % 256])
                 self._join()
             elif envelope.kind > EnvelopeKind.UNKNOWN:
                 side.on_envelope(envelope)

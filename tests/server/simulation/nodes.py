@@ -17,7 +17,7 @@ from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits, Float32
 from thinwire.errors import ServerError
 from thinwire.server.client import Client, ClientOutgoing
-from thinwire.server.protocol import MessageKind, Session, hello_of, parse
+from thinwire.server.protocol import AcceptedPushes, MessageKind, Session, hello_of, parse
 from thinwire.server.replicas import LossyReplicas
 from thinwire.server.schedule import Request
 from thinwire.server.server import Server
@@ -235,10 +235,11 @@ class WorkerNode(Node):
         except ServerError as error:
             check(False, "the server refused an honest worker", self.token, error)
         if before:
-            steps = message.json["accepted_steps"] if message.kind is MessageKind.WELCOME else None
+            accepted = AcceptedPushes.read(message.json["accepted"]) if message.kind is MessageKind.WELCOME else None
             for layer, part, clock in before.keys() - pushes.unacknowledged.keys():
                 session, number = self._sent_in[layer, part, clock]
-                if message.kind is MessageKind.ACK or (steps is not None and clock < steps[number]):
+                known = accepted is not None and accepted.session == session and clock < accepted.steps[number]
+                if message.kind is MessageKind.ACK or known:
                     self.ledger.on_ack(session, number, clock)
             self.check_settled()
         self._pump()

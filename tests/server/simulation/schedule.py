@@ -45,6 +45,8 @@ class Schedule:
         self.trouble = Trouble(delay=chance.choice([0.001, 0.01, 0.05, 0.2]))
         self.workers: list[WorkerNode] = []
         self.crashes = 0
+        self._leaving: set[WorkerNode] = set()
+        self._paused = False  # whether new workers compute nothing
         count = chance.choice([1, 2, 2, 3, 3, 4])
         self._compute = chance.choice([0.3, 0.6, 1.2])
         self._transport = chance.choice(["tcp", "tcp", "udp"])
@@ -82,6 +84,10 @@ class Schedule:
     def live(self) -> list[WorkerNode]:
         return [worker for worker in self.workers if worker.alive and not worker.left]
 
+    def staying(self) -> list[WorkerNode]:
+        """Return the live workers that were not told to leave."""
+        return [worker for worker in self.live() if worker not in self._leaving]
+
     def _any(self) -> WorkerNode | None:
         live = self.live()
         return self.events.chance.choice(live) if live else None
@@ -91,11 +97,13 @@ class Schedule:
             return
         link = new_link(self.events, self.trouble, self._transport)
         worker = WorkerNode(self.events, self.ledger, link, len(self.workers), self._compute)
+        worker.paused = self._paused
         self.workers.append(worker)
         self.server.connect(worker.peer, link)
 
     def _leave(self) -> None:
-        if (worker := self._any()) is not None and len(self.live()) > 1:
+        if (worker := self._any()) is not None and len(self.staying()) > 1:
+            self._leaving.add(worker)
             worker.handle(worker.leave)
 
     def _kill(self) -> None:
@@ -158,7 +166,7 @@ class Schedule:
         events.run(began + _FAULTS)
         self._calm()
         server = self.server.server  # before training has begun, it waits for so many workers
-        while len(self.live()) < (1 if server.started or server.clock.step else server.expect):
+        while len(self.staying()) < (1 if server.started or server.clock.step else server.expect):
             self.start_worker()
         if events.seed % 4 != 3:  # in the others training ends while sessions may be broken
             self._check_progress()
@@ -183,6 +191,7 @@ class Schedule:
 
     def _check_quiet(self) -> None:
         """When workers compute nothing, everything on its way arrives, and all gradients are accounted for."""
+        self._paused = True  # of workers that a fault starts later, too
         for worker in self.live():
             worker.paused = True
 

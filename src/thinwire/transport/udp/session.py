@@ -197,6 +197,8 @@ class ReorderBuffer:
         neither takes memory nor blocks the envelopes behind it.
         """
         number = envelope.number
+        if number in self.early and reliable:  # a control packet was faster, and what TCP lost before it is still lost
+            self._highest = max(self._highest, number)
         if number < self.expected or number in self.early or (not reliable and number > self.expected + AHEAD):
             return False
         packet.read_acks(envelope.acks, outstanding)
