@@ -242,6 +242,14 @@ def test_the_reorder_buffer_jumps_to_a_number_far_ahead() -> None:
     assert found is not None and found.number == incoming.expected == 1 << 62
 
 
+def test_an_envelope_that_tcp_lost_is_skipped_though_packets_brought_the_next_one() -> None:
+    incoming = ReorderBuffer()
+    second = Envelope(EnvelopeKind.PLAIN, 1, 2, [b"x"])
+    assert incoming.add(second, lambda message: None, reliable=False) and incoming.current() is None
+    assert not incoming.add(second, lambda message: None, reliable=True)  # a duplicate, which shows that 1 never comes
+    assert incoming.current() is second and incoming.gaps == 1
+
+
 def test_the_session_of_a_forgotten_peer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "_LINGER_SECONDS", 0.0)
     with sides() as both:
