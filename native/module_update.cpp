@@ -3,13 +3,31 @@
 #include "update.hpp"
 
 void bind_update(nb::module_& m) {
-  m.def("accumulate_update",
-        [](Address shared, Address residual, const ArrayArgs& local, float ahead, float decay) {
-          nb::gil_scoped_release release;
-          const auto& [data, dtype, n] = local;
-          return accumulate_update(at<const float>(shared), at<float>(residual), {at<const void>(data), Dtype(dtype)},
-                                   ahead, decay, n);
-        });
+  // These three take all parameters in one call, because most models have many small ones.
+  // For each parameter: addresses of its start and residual, the local parameter, and how far it looked ahead.
+  using Changed = std::tuple<Address, Address, ArrayArgs, float>;
+  m.def("accumulate_updates", [](const std::vector<Changed>& parameters, float decay) {
+    nb::gil_scoped_release release;
+    std::vector<bool> finite;
+    for (const auto& [start, residual, local, ahead] : parameters) {
+      const auto& [data, dtype, n] = local;
+      finite.push_back(accumulate_update(at<const float>(start), at<float>(residual),
+                                         {at<const void>(data), Dtype(dtype)}, ahead, decay, n));
+    }
+    return finite;
+  });
+  // For each parameter: addresses of parameter, shared values, and residual or mean; elements.
+  using Shown = std::tuple<Address, Address, Address, size_t>;
+  m.def("look_ahead", [](const std::vector<Shown>& parameters, float ahead) {
+    nb::gil_scoped_release release;
+    for (const auto& [p, shared, residual, n] : parameters)
+      look_ahead(at<float>(p), at<float>(shared), at<const float>(residual), ahead, n);
+  });
+  m.def("apply_means", [](const std::vector<Shown>& parameters) {
+    nb::gil_scoped_release release;
+    for (const auto& [p, shared, mean, n] : parameters)
+      apply_mean(at<float>(p), at<float>(shared), at<const float>(mean), n);
+  });
   m.def("set_low_rank",
         [](Address out, size_t rows, size_t columns, size_t rank, Address left, Address right) {
           nb::gil_scoped_release release;

@@ -267,6 +267,25 @@ bool accumulate_update(const float* shared, float* residual, Parameters local, f
   }
 }
 
+THINWIRE_CLONES void look_ahead(float* parameters, float* shared, const float* residual, float ahead, size_t n) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; ++i) {
+    const float p = parameters[i], s = shared[i], start = p == s ? s : p;
+    shared[i] = start;
+    parameters[i] = start - residual[i] * ahead;
+  }
+}
+
+// Element i depends on no other element, even where the mean lies in the memory of the parameters.
+THINWIRE_CLONES void apply_mean(float* parameters, float* shared, const float* mean, size_t n) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; ++i) {
+    const float s = shared[i] - mean[i];
+    shared[i] = s;
+    parameters[i] = s;
+  }
+}
+
 void set_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right) {
   set_product(out, rows, columns, rank, left, right);
 }

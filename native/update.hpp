@@ -13,6 +13,13 @@ struct Parameters {
 };
 bool accumulate_update(const float* shared, float* residual, Parameters local, float ahead, float decay, size_t n);
 
+// Begins a step: parameters = shared - ahead * residual, rounded as above. What was written to parameters since they
+// showed the shared values is adopted by these first.
+void look_ahead(float* parameters, float* shared, const float* residual, float ahead, size_t n);
+
+// Ends a step: subtracts the mean from the shared values and shows them. The mean may lie where the parameters do.
+void apply_mean(float* parameters, float* shared, const float* mean, size_t n);
+
 // Sets out, a matrix of rows x columns, to the sum of `rank` outer products left[k] right[k], added in the order of k.
 // All machines compute the same bits.
 void set_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right);

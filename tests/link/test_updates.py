@@ -1,4 +1,4 @@
-"""The kernel that accumulates updates and its twin in torch operations give the same residuals."""
+"""The kernels of updates and their twins in torch operations give the same bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,18 +37,47 @@ def test_kernel_and_torch_agree(
     if bad is not None and n:
         local[n // 2] = bad
     one, other = residual.clone(), residual.clone()
-    finite = _native.accumulate_update(shared.data_ptr(), one.data_ptr(), array_args(local), ahead, decay)
+    (finite,) = _native.accumulate_updates([(shared.data_ptr(), one.data_ptr(), array_args(local), ahead)], decay)
     assert accumulate_update(shared, other, local, ahead, decay) == finite == (bad is None or n == 0)
     assert torch.equal(one, other) and bool(one.isfinite().all())
     if bad is not None and n:
         assert one[n // 2] == residual[n // 2]
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    ahead=st.sampled_from([0.0, 1.0, 1.4]),
+    written=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_looking_ahead_and_applying_means_agree_with_torch(
+    sizes: list[int], ahead: float, written: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shared, residuals = ([torch.randn(n, generator=generator) for n in sizes] for _ in range(2))
+    parameters = [s.clone() for s in shared]
+    if written:  # between two steps, for example by clamping
+        for p in parameters:
+            p.clamp_(-0.5, 0.5)
+    adopted = [p.clone() for p in parameters]
+    arrays = zip(parameters, shared, residuals, strict=True)
+    _native.look_ahead([(p.data_ptr(), s.data_ptr(), r.data_ptr(), p.numel()) for p, s, r in arrays], ahead)
+    for p, s, r, a in zip(parameters, shared, residuals, adopted, strict=True):
+        assert torch.equal(s, a) and torch.equal(p, a - r * ahead)
+    # The mean lies where the parameters do, as an exchange writes it there.
+    means = [p.clone() for p in parameters]
+    arrays = zip(parameters, shared, parameters, strict=True)
+    _native.apply_means([(p.data_ptr(), s.data_ptr(), m.data_ptr(), p.numel()) for p, s, m in arrays])
+    for p, s, m, a in zip(parameters, shared, means, adopted, strict=True):
+        assert torch.equal(s, a - m) and torch.equal(p, s)
+
+
 def test_without_rounding_the_residual_is_the_distance_to_the_shared_parameters() -> None:
     shared = torch.arange(8.0)
     residual = torch.full((8,), 0.5)
     local = shared - 0.75  # the step began at shared - 0.5
-    _native.accumulate_update(shared.data_ptr(), residual.data_ptr(), array_args(local), 1.0, 1.0)
+    _native.accumulate_updates([(shared.data_ptr(), residual.data_ptr(), array_args(local), 1.0)], 1.0)
     assert torch.equal(residual, torch.full((8,), 0.75))
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import FLOAT_MAX, Accumulated, ErrorFeedback, Feedback, NoFeedback, array_args
-from thinwire.link.outer import check_state
+from thinwire.link.outer import SGD, check_state
 from thinwire.link.rounds import Rounds
 from thinwire.link.shards import local_part, shared_like
 from thinwire.link.thread import Job, Pending
@@ -91,10 +92,31 @@ class Updates:
 
         What was written to them since they showed these, for example by clamping, is adopted first.
         """
-        for name in self.parameters if names is None else names:
+        shown = [name for name in (self.parameters if names is None else names) if name not in self.ahead]
+        together = [name for name in shown if self._in_kernels(name)] if not self.rounds.overlap else []
+        _native.look_ahead([self._addresses(name, self.residual(name)) for name in together], self._look_ahead)
+        self._written(together)
+        self.ahead.update(together)
+        for name in shown:
             if name not in self.ahead:
                 self._adopt(name)
                 self._begin(name)
+
+    def _in_kernels(self, name: str) -> bool:
+        """Whether kernels can write to a parameter."""
+        p = self.parameters[name]
+        fits = p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous()
+        return fits and self._codec.kernels != "torch"
+
+    def _addresses(self, name: str, other: Tensor) -> tuple[int, int, int, int]:
+        """A parameter, its shared values and another tensor of its size, as kernels take them."""
+        p = self.parameters[name]
+        return p.data_ptr(), self.shared[name].data_ptr(), other.data_ptr(), p.numel()
+
+    def _written(self, names: Iterable[str]) -> None:
+        """Tell autograd that kernels wrote to parameters, so that it refuses graphs of what they were before."""
+        for name in names:
+            increment_version(self.parameters[name])
 
     def _adopt(self, name: str) -> None:
         p, shared = self.parameters[name], self.shared[name]
@@ -149,8 +171,7 @@ class Updates:
     def absorb(self) -> None:
         """Finish what is under way, add what this round changed so far to the residuals, and show the shared values."""
         self.finish()
-        for name in list(self.ahead):
-            self._accumulate(name, decay=1.0)
+        self._accumulate(list(self.ahead), decay=1.0)
         self.show()
 
     # A round
@@ -171,9 +192,9 @@ class Updates:
         jobs, buckets = [], self.buckets[index]
         for at, names in enumerate(buckets):
             tensors = {}
-            for name in names:
-                good = self._accumulate(name, self._decay) and self._stepped[index]
+            for name, finite in self._accumulate(names, self._decay).items():
                 residual = self.residual(name)
+                good = finite and self._stepped[index]
                 tensors[name] = residual if good else torch.full_like(residual, torch.nan)
                 if self.rounds.overlap:
                     self._begin(name)  # before the exchange changes the residual
@@ -185,22 +206,27 @@ class Updates:
         self.taken[index], self._stepped[index] = 0, False
         return jobs
 
-    def _accumulate(self, name: str, decay: float) -> bool:
-        """Add one parameter's change to its residual; returns whether it was finite."""
-        p, residual = self.parameters[name].detach().contiguous(), self.residual(name)
-        start = self._starts.pop(name, None)
-        base, ahead = (self.shared[name], self._look_ahead) if start is None else (start, 0.0)
-        if p.device.type == "cpu" and self._codec.kernels != "torch" and self.weight == 1.0:
-            return _native.accumulate_update(base.data_ptr(), residual.data_ptr(), array_args(p), ahead, decay)
-        return accumulate_update(base, residual, p, ahead, decay, self.weight)
+    def _accumulate(self, names: Iterable[str], decay: float) -> dict[str, bool]:
+        """Add what changed in parameters to their residuals; returns by name whether it was finite."""
+        finite, together = {}, {}
+        for name in names:
+            p, residual = self.parameters[name].detach().contiguous(), self.residual(name)
+            start = self._starts.pop(name, None)
+            base, ahead = (self.shared[name], self._look_ahead) if start is None else (start, 0.0)
+            if p.device.type == "cpu" and self._codec.kernels != "torch" and self.weight == 1.0:
+                together[name] = (base, residual, p, ahead)
+            else:
+                finite[name] = accumulate_update(base, residual, p, ahead, decay, self.weight)
+        calls = [(b.data_ptr(), r.data_ptr(), array_args(p), ahead) for b, r, p, ahead in together.values()]
+        finite |= zip(together, _native.accumulate_updates(calls, decay), strict=True)
+        return finite
 
     def _output(self, name: str) -> Tensor:
         """Memory for a mean: the parameter's own if kernels can write to it. It is written anew after the exchange."""
         p = self.parameters[name]
         if self.rounds.overlap:
             return self._means.setdefault(name, torch.empty(p.numel()))
-        fits = p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous()
-        return p.detach().view(-1) if fits else torch.empty(p.numel())
+        return p.detach().view(-1) if self._in_kernels(name) else torch.empty(p.numel())
 
     @torch.no_grad()
     def apply(self, jobs: Sequence[Job], *, skipped: bool) -> None:
@@ -208,16 +234,25 @@ class Updates:
 
         Without overlap the model shows them from then on.
         """
-        for job in jobs:
-            assert job.outs is not None
-            for name, mean in job.outs.items():
+        means = {name: mean for job in jobs for name, mean in (job.outs or {}).items()}
+        if not self._keeps:
+            for name in means:
+                self.residual(name).zero_()
+        if self.rounds.outer == SGD(1.0) and not self.rounds.overlap and not skipped:
+            together = [name for name in means if self._in_kernels(name)]
+            self._show_means({name: means.pop(name) for name in together})
+        for name, mean in means.items():
+            if not skipped:
                 shared = self.shared[name]
-                if not skipped:
-                    self.rounds.outer.step(shared, mean.to(shared.device), self._outer[name])
-                if not self._keeps:
-                    self.residual(name).zero_()
+                self.rounds.outer.step(shared, mean.to(shared.device), self._outer[name])
         if not self.rounds.overlap:
-            self.show([name for job in jobs for name in job.tensors])
+            self.show(means)
+
+    def _show_means(self, means: Mapping[str, Tensor]) -> None:
+        """Subtract means from the shared parameters and show these: a step of SGD(1.0) in one pass."""
+        _native.apply_means([self._addresses(name, mean) for name, mean in means.items()])
+        self._written(means)
+        self.ahead.difference_update(means)
 
     def begin(self, index: int, jobs: list[Job], pending: Pending) -> None:
         """Note that an optimizer's exchange is under way."""

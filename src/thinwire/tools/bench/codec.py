@@ -259,7 +259,7 @@ def update_encoder(bench: Bench) -> Candidate:
     frames: list[Frame] = []
 
     def run() -> None:
-        _native.accumulate_update(shared.data_ptr(), residual.data_ptr(), array_args(local), 1.0, 1.0)
+        _native.accumulate_updates([(shared.data_ptr(), residual.data_ptr(), array_args(local), 1.0)], 1.0)
         frames[:] = [codec.encode({"w": residual})]
 
     return Candidate(
