@@ -1,7 +1,10 @@
 """Recursive doubling: fewer messages, the same results bit for bit, for any number of ranks."""
 
+import contextlib
+import os
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -80,29 +83,37 @@ def test_fourteen_ranks_send_four_messages_each(cluster: Cluster) -> None:
     assert cluster.run(counted, 14, True, timeout=120.0) == [(4, 4, 39_000, 2.0)] * 14
 
 
-def trained(rank: int, exchange: Any, doubling: bool, late: int | None) -> tuple[int, int, int]:
-    """Train in several buckets, past the first sizes; returns checksums of model and residual, and messages."""
+@contextlib.contextmanager
+def chosen_as(doubling: bool) -> Iterator[None]:
+    """Attach with a given way of all-gathers, whatever was measured."""
 
     def choose(channel: Channel) -> str:
         channel.doubling = doubling
         return ""
 
-    before, assembly.choose_doubling = assembly.choose_doubling, choose
+    module: Any = assembly
+    before, module.choose_doubling = module.choose_doubling, choose
     try:
-        model = DDP(golden.Linear(), bucket_cap_mb=0.01)
-        if rank == late:
-            model.module.get_parameter("b").register_hook(lambda grad: time.sleep(0.02))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        link = tw.attach(model, 0.05, exchange=exchange)
-        for step in range(7):
-            optimizer.zero_grad()
-            model(golden.coefficients(rank, step, finite=True)).backward()
-            optimizer.step()
-        messages = link.stats()["last_step"]["messages_sent"]
-        held = link.state_dict()["codec"]["residuals"]
-        link.detach()
+        yield
     finally:
-        assembly.choose_doubling = before
+        module.choose_doubling = before
+
+
+def trained(rank: int, exchange: Any, doubling: bool, late: int | None) -> tuple[int, int, int]:
+    """Train in several buckets, past the first sizes; returns checksums of model and residual, and messages."""
+    model = DDP(golden.Linear(), bucket_cap_mb=0.01)
+    if rank == late:
+        model.module.get_parameter("b").register_hook(lambda grad: time.sleep(0.02))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with chosen_as(doubling):
+        link = tw.attach(model, 0.05, exchange=exchange)
+    for step in range(7):
+        optimizer.zero_grad()
+        model(golden.coefficients(rank, step, finite=True)).backward()
+        optimizer.step()
+    messages = link.stats()["last_step"]["messages_sent"]
+    held = link.state_dict()["codec"]["residuals"]
+    link.detach()
     kept = torch.cat([t.reshape(-1) for name in sorted(held) for t in held[name].values()])
     return checksum(torch.cat([p.detach().reshape(-1) for p in model.parameters()])), checksum(kept), messages
 
@@ -123,6 +134,29 @@ def test_scattered_trainings_are_the_same_bit_for_bit(cluster: Cluster, exchange
     doubled = cluster.run(trained, 5, exchange, True, 2)
     assert [found[:2] for found in direct] == [found[:2] for found in doubled]
     assert all(few < many for (_, _, many), (_, _, few) in zip(direct, doubled, strict=True))
+
+
+def abandoned(rank: int) -> str:
+    """Rank 2 leaves at step 4; the others have its messages to pass on, or wait for what it would pass on."""
+    model = DDP(golden.Linear(), bucket_cap_mb=0.01)
+    with chosen_as(True):
+        link = tw.attach(model, 0.05, exchange="gather", timeout=20.0)
+    try:
+        for step in range(6):
+            if rank == 2 and step == 4:
+                os._exit(1)
+            model(golden.coefficients(rank, step, finite=True)).backward()
+    except RuntimeError as error:
+        link.wait()
+        link.detach()
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_leaves_is_named_by_all_others(cluster: Cluster) -> None:
+    results = cluster.run(abandoned, 5, died=True)
+    assert results.pop(2) is None
+    assert all("step 4: the exchange failed; no sign of rank 2" in message for message in results), results
 
 
 def chosen(rank: int) -> tuple[bool, str]:

@@ -50,7 +50,7 @@ class MethodFigures:
 
 TRIPS = 1.5  # round trips that a step of a link may wait for, however many buckets it has
 # Milliseconds of processor time that a method's step may take beyond an infinite network, by workers and rate.
-CPU_BARS = {("topk1", 4, "100mbit"): 4.5, ("topk1", 14, "500mbit"): 6.0}
+CPU_BARS: dict[tuple[str, int, str | None], float] = {("topk1", 4, "100mbit"): 4.5, ("topk1", 14, "500mbit"): 6.0}
 
 
 def run(workers: int, settings: list[LinkSettings], options: dict[str, Any], json_file: Path | None) -> int:
