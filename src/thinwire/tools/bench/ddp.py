@@ -125,7 +125,6 @@ def _show(rows: list[MethodFigures], workers: int, lab: BenchLab) -> None:
             "MB out": f"{row.bytes_sent / 1e6:.3f}",
             "MB in": f"{row.bytes_received / 1e6:.3f}",
             "vs dense": f"{dense / row.step_ms:.2f}x" if dense else "",
-            "messages": "" if row.messages is None else f"{row.messages:.0f}",
             "hook": f"{row.hook_cpu_ms:.2f}" if row.exchange else "",
             "cpu": "" if row.name == "infinite" else f"{row.cpu_beyond_ms:+.2f}",
             "exchange": row.exchange,
@@ -135,7 +134,8 @@ def _show(rows: list[MethodFigures], workers: int, lab: BenchLab) -> None:
     counted = "MB: per host and step, counted by the kernel. hook: CPU time of the hook in ms. "
     counted += "cpu: CPU time of a step and rank in ms beyond the infinite network, all threads and the kernel included"
     trips = "trips: round trips that a step waited for" if any(row.round_trips is not None for row in rows) else ""
-    note = caption(counted, trips, lab.note)
+    sent = "; ".join(f"{row.name} {row.messages:.0f}" for row in rows if row.messages is not None)
+    note = caption(counted, trips, f"Messages that a rank sent in a step: {sent}" if sent else "", lab.note)
     Console().print(table_of(shown, title=f"cuda-convnet, {workers} workers {lab.links}", caption=note))
 
 
