@@ -18,7 +18,17 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.errors import LinkError
-from thinwire.exchange.rounds import Arrived, Collective, DirectMessages, Round
+from thinwire.exchange.doubling import DoublingRound, hops
+from thinwire.exchange.rounds import (
+    Arrived,
+    Collective,
+    DirectMessages,
+    DirectRound,
+    Ended,
+    Lane,
+    MessageRound,
+    Round,
+)
 
 # PyTorch renames this function; the old name warns where the new one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,12 +55,19 @@ class Channel:
         self._direct = DirectMessages.of(group) if dist.get_backend(group) == "gloo" else None
         # NCCL moves GPU memory only; frames are written and read on the CPU.
         self.device = device if device is not None and self._direct is None else torch.device("cpu")
+        self.doubling = False  # whether all-gathers go by recursive doubling; the same on all ranks
         self._rooms: dict[str, Tensor] = {}
         self.sent = 0
         self.received = 0
+        self.messages = 0  # that this rank sent itself; those of the process group's collectives are not counted
         self.seconds = 0.0  # during which messages were under way
         self.cpu = 0.0  # seconds of this thread's CPU time inside collectives
         self._counted_to = 0.0  # when the last counted round ended
+
+    @property
+    def can_double(self) -> bool:
+        """Whether all-gathers can go by recursive doubling, and need fewer messages then."""
+        return self._direct is not None and self.world > 3
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -62,7 +79,7 @@ class Channel:
         """All ranks' messages; all have the same size."""
         size = message.numel()
         if self._direct is not None:
-            return self._start(lane, [message] * self.world, [size] * self.world)
+            return self._all_gather(message, [size] * self.world, lane)
         if not size:
             return Arrived([message] * self.world)
         began, out = _now(), self._room("out", size * self.world)
@@ -74,10 +91,13 @@ class Channel:
         """Send each rank its part of `messages`, `sizes` bytes each, and receive `size` bytes from every other rank."""
         return self._exchange(messages, sizes, [0 if r == self.rank else size for r in range(self.world)], lane)
 
-    def gather_uneven(self, message: Tensor, sizes: Sequence[int], lane: int) -> Round:
-        """All ranks' messages; `sizes` are the sizes of all ranks' messages, this rank's included."""
+    def gather_uneven(self, message: Tensor, sizes: Sequence[int], lane: int, *, doubling: bool = True) -> Round:
+        """All ranks' messages; `sizes` are the sizes of all ranks' messages, this rank's included.
+
+        doubling: whether it may go by recursive doubling; see `thinwire.exchange.doubling` for when it must not.
+        """
         if self._direct is not None:
-            return self._start(lane, [message] * self.world, sizes)
+            return self._all_gather(message, sizes, lane, doubling=doubling)
         others = [0 if r == self.rank else message.numel() for r in range(self.world)]
         expected = [0 if r == self.rank else size for r, size in enumerate(sizes)]
         copies = self._room("in", message.numel() * (self.world - 1))
@@ -112,20 +132,37 @@ class Channel:
         self._count(sum(sent), sum(expected), began)
         return Arrived(list(torch.split(out.cpu(), list(expected))), 0.5)
 
+    def _all_gather(self, message: Tensor, sizes: Sequence[int], lane: int, *, doubling: bool = True) -> Round:
+        if not (self.doubling and doubling):
+            return self._start(lane, [message] * self.world, sizes)
+        volume = sum(sizes) - sizes[self.rank]
+        passed_on = sum(sizes[(self.rank + j) % self.world] for _, count in hops(self.world) for j in range(count))
+        return self._counted(lambda ended: DoublingRound(self._lane(lane), message, sizes, ended), passed_on, volume)
+
     def _start(self, lane: int, outgoing: Sequence[Tensor], expected: Sequence[int]) -> Round:
         """Send messages directly; what this rank has for itself is its own message in the result."""
+        sent = sum(m.numel() for r, m in enumerate(outgoing) if r != self.rank)
+        received = sum(n for r, n in enumerate(expected) if r != self.rank)
+        return self._counted(lambda ended: DirectRound(self._lane(lane), outgoing, expected, ended), sent, received)
+
+    def _lane(self, number: int) -> Lane:
         assert self._direct is not None and self.group is not None
+        return self._direct.lane(number)
+
+    def _counted(self, start: Callable[[Ended], MessageRound], sent: int, received: int) -> MessageRound:
+        """Start a round of messages that this rank sends and receives itself."""
         began = time.thread_time()
-        found = self._direct.lane(lane).start(outgoing, expected, self._ended)
-        self.sent += sum(m.numel() for r, m in enumerate(outgoing) if r != self.rank)
-        self.received += sum(n for r, n in enumerate(expected) if r != self.rank)
+        found = start(self._ended)
+        self.sent += sent
+        self.received += received
         self.cpu += time.thread_time() - began
         return found
 
-    def _ended(self, began: float, arrived: float) -> None:
-        """Count the time of a round; that of rounds which were under way at the same time counts once."""
+    def _ended(self, began: float, arrived: float, messages: int) -> None:
+        """Count a round; the time of rounds which were under way at the same time counts once."""
         self.seconds += max(arrived - max(began, self._counted_to), 0.0)
         self._counted_to = max(arrived, self._counted_to)
+        self.messages += messages
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
         """All ranks' messages in rank order, for agreements between exchanges; all have the same size."""
@@ -214,7 +251,8 @@ class LocalChannel(Channel):
     def __init__(self) -> None:
         self.rank, self.world = 0, 1
         self.device = torch.device("cpu")
-        self.sent = self.received = 0
+        self.doubling, self._direct = False, None
+        self.sent = self.received = self.messages = 0
         self.seconds = self.cpu = 0.0
         self._group = None
 

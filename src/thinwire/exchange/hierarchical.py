@@ -13,6 +13,7 @@ import torch
 from thinwire.codec.codec import Codec
 from thinwire.exchange.base import Bucket, Exchange, Groups, Outcome, Stages
 from thinwire.exchange.channel import Channel
+from thinwire.exchange.choose import choose_doubling
 from thinwire.exchange.gather import Gather
 from thinwire.exchange.rounds import Round
 
@@ -32,7 +33,9 @@ class Hierarchical(Exchange):
         self._inside, self._outside = tiers(channel, machines, groups)
         self._world = world
         self._leads = channel.rank % size == 0
-        self._between.setup(self._outside, codec, sizes, groups) if self._leads else None
+        if self._leads:
+            choose_doubling(self._outside)
+            self._between.setup(self._outside, codec, sizes, groups)
 
     def channels(self) -> list[Channel]:
         return [self._inside, self._outside] if self._leads else [self._inside]

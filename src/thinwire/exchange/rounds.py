@@ -1,4 +1,4 @@
-"""Rounds: messages between all ranks that are under way, so that several buckets can be exchanged at the same time.
+"""Rounds: messages between ranks that are under way, so that several buckets can be exchanged at the same time.
 
 Gloo's sender waits for its receiver: data leaves only after the notice of a posted receive has arrived. A receive that
 is posted when the exchange begins therefore costs a whole round trip. Here the receive of a lane's next message is
@@ -16,6 +16,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,8 +29,12 @@ _LEAST, _MOST = 4096, 1 << 22
 _UNANSWERED = 1 << 20
 
 
+# Called when a round is released: when it began, when its messages had arrived, and how many this rank sent itself.
+Ended = Callable[[float, float, int], None]
+
+
 class Round(ABC):
-    """One message from every rank to every other, under way."""
+    """Messages that all ranks exchange, under way."""
 
     trips = 0.0  # round trips between sending and the result
     done = False  # whether `wait` returns at once
@@ -62,7 +67,7 @@ class Arrived(Round):
 class Collective(Round):
     """A collective that the process group's own threads run. Its results are in the given tensors."""
 
-    def __init__(self, work: Any, results: list[Tensor], trips: float, ended: Callable[[float, float], None]) -> None:
+    def __init__(self, work: Any, results: list[Tensor], trips: float, ended: Ended) -> None:
         self._work, self._results, self.trips, self._ended = work, results, trips, ended
         self._began = self._arrived = time.perf_counter()
 
@@ -72,7 +77,7 @@ class Collective(Round):
         return self._results
 
     def release(self) -> None:
-        self._ended(self._began, self._arrived)
+        self._ended(self._began, self._arrived, 0)
 
 
 def capacity(posted: int, size: int) -> int:
@@ -86,66 +91,78 @@ def capacity(posted: int, size: int) -> int:
     return min(max(-(-3 * size // 2) + 511 & ~511, _LEAST), _MOST)
 
 
+@dataclass
+class Incoming:
+    """A message under way to this rank."""
+
+    peer: int
+    message: Tensor
+    works: list[Any]
+    head: Tensor | None = None  # where the first part of a message in two parts arrives
+
+    def wait(self) -> Tensor:
+        """The message, when it has arrived."""
+        for work in self.works:
+            work.wait()
+        if self.head is not None:
+            self.message[: self.head.numel()] = self.head
+        return self.message
+
+
 class Lane:
     """Messages of one tag. Each rank's n-th message to another meets the n-th receive that the other has posted."""
 
     def __init__(self, backend: Any, tag: int, rank: int, world: int) -> None:
-        self._backend, self._tag, self._rank, self._world = backend, tag, rank, world
-        # In different orders on all ranks, so that no link gets all messages at once. The first of them sends its
-        # message to this rank last: when that has arrived, so have most of the others.
-        self._peers = [(rank + i) % world for i in range(1, world)]
+        self._backend, self._tag = backend, tag
+        self.rank, self.world = rank, world
         self._rooms = [torch.empty(0, dtype=torch.uint8)] * world  # of the posted receives
         self._posted: list[Any] = [None] * world
         self._there = [0] * world  # bytes of the receives that the other ranks have posted for this one
+        self._copies = torch.empty(0, dtype=torch.uint8)
         self._failure: RuntimeError | None = None
 
-    def start(
-        self, outgoing: Sequence[Tensor], expected: Sequence[int], ended: Callable[[float, float], None]
-    ) -> "DirectRound":
-        """Send every other rank its message. `expected` are the bytes of theirs; a message of none is not sent."""
+    def check(self) -> None:
+        """Raise the error of a receive that could not be posted."""
         if self._failure is not None:
             raise self._failure
-        found = DirectRound(self, outgoing[self._rank], self._rank, ended)
-        found.messages = [room[:size] for room, size in zip(self._rooms, expected, strict=True)]
-        for peer in self._peers:
-            if expected[peer]:
-                self._expect(peer, expected[peer], found)
-        for peer in self._peers:
-            if outgoing[peer].numel():
-                self._send(peer, outgoing[peer], found)
-        return found
 
-    def _expect(self, peer: int, size: int, found: "DirectRound") -> None:
-        """Add what is received from a rank to a round."""
+    def expect(self, peer: int, size: int) -> Incoming:
+        """The next message of a rank, of `size` bytes, which are at least 1."""
         room = self._rooms[peer]
-        if room.numel():
-            found.works.append(self._posted[peer])
-        if size > room.numel():  # what is too large for the posted receive gets one of its own
-            whole = found.messages[peer] = torch.empty(size, dtype=torch.uint8)
-            found.works.append(self._backend.recv([whole[room.numel() :]], peer, self._tag))
-            found.heads.append((whole, room))
-            found.trips = 1.0
-        found.read.append((peer, size))
+        works = [self._posted[peer]] if room.numel() else []
+        if size <= room.numel():
+            return Incoming(peer, room[:size], works)
+        # What is too large for the posted receive gets one of its own.
+        whole = torch.empty(size, dtype=torch.uint8)
+        works.append(self._backend.recv([whole[room.numel() :]], peer, self._tag))
+        return Incoming(peer, whole, works, room)
 
-    def _send(self, peer: int, message: Tensor, found: "DirectRound") -> None:
+    def send(self, peer: int, message: Tensor) -> list[Any]:
         """Send a message, in two parts if it is too large for the receive that the other rank has posted."""
         size, room = message.numel(), self._there[peer]
         self._there[peer] = capacity(room, size)
         if size <= room:
-            found.sends.append(self._backend.send([message], peer, self._tag))
-            return
-        found.trips = 1.0
-        for part in (message[:room], message[room:]):
-            if part.numel():
-                found.sends.append(self._backend.send([part], peer, self._tag))
+            return [self._backend.send([message], peer, self._tag)]
+        parts = (message[:room], message[room:])
+        return [self._backend.send([part], peer, self._tag) for part in parts if part.numel()]
 
-    def post(self, read: Sequence[tuple[int, int]]) -> None:
-        """Post the next receive from each of these ranks, of whose messages so many bytes were read.
+    def fits(self, peer: int, message: Tensor) -> bool:
+        """Whether the other rank has posted a receive for the whole message, so that it need not wait for a notice."""
+        return message.numel() <= self._there[peer]
+
+    def copies(self, size: int) -> Tensor:
+        """A buffer for messages that are passed on, the same in every step."""
+        if self._copies.numel() < size:
+            self._copies = torch.empty(size + size // 4, dtype=torch.uint8)
+        return self._copies[:size]
+
+    def post(self, read: Sequence[Incoming]) -> None:
+        """Post the next receive from each of the ranks whose messages were read.
 
         A rank may be gone by now. Nobody may need it any more, so that the next round tells of it.
         """
         try:
-            for peer, size in read:
+            for peer, size in [(each.peer, each.message.numel()) for each in read]:
                 room = self._rooms[peer]
                 wanted = capacity(room.numel(), size)
                 if wanted != room.numel():
@@ -155,34 +172,52 @@ class Lane:
             self._failure = error.with_traceback(None)
 
 
-class DirectRound(Round):
-    """A round of messages that are sent from rank to rank."""
+class MessageRound(Round):
+    """A round of messages that ranks send to one another, without a collective of the process group."""
 
-    trips = 0.5
-
-    def __init__(self, lane: Lane, own: Tensor, rank: int, ended: Callable[[float, float], None]) -> None:
-        self.works: list[Any] = []
+    def __init__(self, lane: Lane, ended: Ended) -> None:
+        lane.check()
+        self._lane, self._ended = lane, ended
+        self.incoming: list[Incoming] = []
         self.sends: list[Any] = []
-        self.messages: list[Tensor] = []
-        self.heads: list[tuple[Tensor, Tensor]] = []  # messages in two parts, and the room that has the first
-        self.read: list[tuple[int, int]] = []  # ranks and bytes
-        self._lane, self._own, self._rank, self._ended = lane, own, rank, ended
         self._began = self._arrived = time.perf_counter()
 
-    def wait(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
+    def _wait_for_sends(self) -> None:
         for work in self.sends:  # its message must stay as it is until it has left
             work.wait()
-        for whole, room in self.heads:
-            whole[: room.numel()] = room
-        self.messages[self._rank] = self._own
         self._arrived = time.perf_counter()
-        return self.messages
 
     def release(self) -> None:
-        self._ended(self._began, self._arrived)
-        self._lane.post(self.read)
+        self._ended(self._began, self._arrived, len(self.sends))
+        self._lane.post(self.incoming)
+
+
+class DirectRound(MessageRound):
+    """Every rank sends every other rank its message: world - 1 messages a rank, none of which waits for another.
+
+    expected: the bytes of the other ranks' messages. A message of no bytes is not sent.
+    """
+
+    def __init__(self, lane: Lane, outgoing: Sequence[Tensor], expected: Sequence[int], ended: Ended) -> None:
+        super().__init__(lane, ended)
+        self._own = outgoing[lane.rank]
+        # In different orders on all ranks, so that no link gets all messages at once. The first of them sends its
+        # message to this rank last: when that has arrived, so have most of the others.
+        peers = [(lane.rank + i) % lane.world for i in range(1, lane.world)]
+        self.incoming = [lane.expect(peer, expected[peer]) for peer in peers if expected[peer]]
+        receivers = [peer for peer in peers if outgoing[peer].numel()]
+        noticed = all(lane.fits(peer, outgoing[peer]) for peer in receivers)
+        self.trips = 0.5 if noticed and all(each.head is None for each in self.incoming) else 1.0
+        for peer in receivers:
+            self.sends += lane.send(peer, outgoing[peer])
+
+    def wait(self) -> list[Tensor]:
+        messages = [self._own[:0]] * self._lane.world
+        for each in self.incoming:
+            messages[each.peer] = each.wait()
+        self._wait_for_sends()
+        messages[self._lane.rank] = self._own
+        return messages
 
 
 class DirectMessages:

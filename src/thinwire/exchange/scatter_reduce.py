@@ -68,7 +68,8 @@ class ScatterReduce(Exchange):
     windows, and the sizes of all messages are known beforehand.
 
     Buckets for which a rank would send fewer than `gather_below` bytes to all others together use `Gather` instead,
-    which takes one round in place of two.
+    which takes one round in place of two. Then only these gathers may go by recursive doubling, otherwise the gathers
+    of the results: ranks could start gathers of both kinds in different orders.
     """
 
     def __init__(self, *, gather_below: int = 0) -> None:
@@ -126,7 +127,9 @@ class ScatterReduce(Exchange):
         result = self._reduce(bucket, plan, received, answer, windows[channel.rank] if windows is not None else None)
         compress += time.perf_counter() - began
         # 4. Send the result to all ranks.
-        answers = yield channel.gather_uneven(answer, [_PREFIX.size + size for size in sizes], bucket.lane(1))
+        answers = yield channel.gather_uneven(
+            answer, [_PREFIX.size + size for size in sizes], bucket.lane(1), doubling=not self._gather_below
+        )
         # 5. Decode the results: all ranks compute the same bits.
         began = time.perf_counter()
         bad = self._read(bucket, plan, answers, learn=windows is None)

@@ -20,8 +20,9 @@ from thinwire.codec.low_rank import LowRank
 from thinwire.codec.selection import Selection
 from thinwire.exchange.base import Dense, Exchange
 from thinwire.exchange.channel import Channel, LocalChannel, OwnGroups, agreed
-from thinwire.exchange.choose import NAMES, choose_exchange
+from thinwire.exchange.choose import NAMES, choose_doubling, choose_exchange
 from thinwire.exchange.gather import Gather
+from thinwire.exchange.hierarchical import Hierarchical
 from thinwire.exchange.low_rank import LowRankMean
 from thinwire.exchange.scatter_reduce import ScatterReduce
 from thinwire.link.autotune import FIRST, AdaptiveAgreement, Autotuner
@@ -101,6 +102,7 @@ def open_link(
 
     try:
         parts, prepared = agreed(channel, plan, lambda made: _description(made[0], parameters, options, owned))
+        messages = choose_doubling(channel) if not isinstance(parts.exchange, Dense | Hierarchical) else ""
         agreement = _agreement(parts, channel, sizes)
         parts.exchange.setup(channel, parts.codec, sizes, groups)
     except BaseException:
@@ -111,7 +113,7 @@ def open_link(
         parts.codec,
         parts.exchange,
         channel,
-        why=parts.why,
+        why=f"{parts.why}; {messages}" if messages else parts.why,
         check_every=options.check_every,
         units=ResidualUnits(owned, options.optimizers, options.scaler),
         on_step=agreement.end_step if agreement is not None else None,

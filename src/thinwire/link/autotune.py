@@ -23,7 +23,7 @@ from thinwire.codec.frame import FrameReader
 from thinwire.codec.selection import NativeGroup, TopK, TorchGroup
 from thinwire.exchange.base import Groups
 from thinwire.exchange.channel import Channel, gather_json, share
-from thinwire.exchange.choose import NAMES
+from thinwire.exchange.choose import NAMES, choose_doubling
 from thinwire.exchange.hierarchical import Hierarchical, tiers
 from thinwire.link.link import Link
 from thinwire.link.stats import Counters
@@ -414,6 +414,7 @@ class Autotuner:
 
     def _probe_network(self) -> Network:
         elements, began = sum(self._sizes.values()), time.perf_counter()
+        choose_doubling(self._channel)
         network = self.probe(self._channel, elements)
         if self._machines is not None:
             network = replace(network, tiers=self._machines.probe(elements))

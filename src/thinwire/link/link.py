@@ -116,6 +116,9 @@ class Link:
         self._groups_now: list[list[str]] = []
         self._groups_before: list[list[str]] = []
         self._groups_loaded: list[list[str]] | None = None
+        # Tensors of jobs that are exchanged together, by the identities of the jobs' own: so far, and a step before.
+        self._joined_now: dict[tuple[int, ...], _JoinedViews] = {}
+        self._joined_before: dict[tuple[int, ...], _JoinedViews] = {}
         self._board: FailureBoard | None = None
         self._last_job: Job | None = None  # of the present step, once it has begun
         self._thread = LinkThread(self._run, self._end_step, self._describe, self._look)
@@ -287,7 +290,8 @@ class Link:
     def _exchange_jobs(self, jobs: list[Job]) -> Generator[Round, list[Tensor], None]:
         self._last_job = jobs[-1] if jobs[-1].last else None
         outputs = [job.outputs() for job in jobs]
-        tensors, outs = _joined([job.tensors for job in jobs]), _joined(outputs)
+        tensors = self._together([job.tensors for job in jobs])
+        outs = tensors if all(o is job.tensors for o, job in zip(outputs, jobs, strict=True)) else _joined(outputs)
         step = self.step if jobs[0].step is None else jobs[0].step
         first, groups = len(self._groups_now), self._groups(jobs)
         for index, names in enumerate(groups, start=first):
@@ -298,6 +302,18 @@ class Link:
             yield from self._mean(Bucket(these, [outs[name] for name in names], step, all_zero(these), index))
         for job, output in zip(jobs, outputs, strict=True):
             self._skip_step |= job.finish(output)
+
+    def _together(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """The tensors of joined jobs; the same object in every step if the hook submits the same objects.
+
+        The codec encodes tensors that it recognises in a single call.
+        """
+        if len(parts) == 1 or not all(isinstance(part, BucketViews) for part in parts):
+            return _joined(parts)
+        key = tuple(map(id, parts))  # of objects that the views keep, so that no other object gets the same identity
+        found = self._joined_before.get(key) or _JoinedViews(parts)
+        self._joined_now[key] = found
+        return found.views
 
     def _counted(self, stages: Generator[Round, list[Tensor], None]) -> Generator[Round, list[Tensor], None]:
         """The same stages, whose processor time and round trips are counted."""
@@ -319,6 +335,7 @@ class Link:
     def _begin_step(self) -> None:
         self._outcomes.clear()
         self._groups_now.clear()
+        self._joined_before, self._joined_now = self._joined_now, {}
         self._skip_step = False
         if self._diagnostics is not None:
             self._diagnostics.begin_step(self.step)
@@ -449,6 +466,7 @@ class Link:
     def detach(self) -> None:
         """Return to the uncompressed exchange. `state_dict()` still returns the residual afterwards."""
         self.wait()
+        self._joined_before, self._joined_now = {}, {}
         self._on_detach(self)
         self._thread.end()
         if self._process_groups is not None:
@@ -560,6 +578,13 @@ class GatheredLink:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned, for any number of ranks."""
         self.link.load_state_dict(state)
+
+
+class _JoinedViews:
+    """The tensors of several jobs as one mapping, and the jobs' own mappings."""
+
+    def __init__(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        self.parts, self.views = list(parts), BucketViews(_joined(parts))
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

@@ -22,6 +22,7 @@ class Counters:
     exchange_seconds: float = 0.0
     decode_seconds: float = 0.0
     cpu_seconds: float = 0.0  # CPU time of the link's thread, collectives not counted
+    messages_sent: int = 0  # from rank to rank; those of the process group's collectives are not counted
     round_trips: float = 0.0  # messages that wait for one another, each of which takes half a round trip
 
     def report(self, world: int) -> dict[str, Any]:
@@ -44,7 +45,7 @@ class Stats:
     last: Counters = field(default_factory=Counters)
     per_parameter: dict[str, int] = field(default_factory=dict)
     _now: Counters = field(default_factory=Counters)
-    _seen: dict[Channel, tuple[int, int, float, float]] = field(default_factory=dict)
+    _seen: dict[Channel, tuple[int, int, float, float, int]] = field(default_factory=dict)
 
     def add(self, outcome: Outcome, tensors: Mapping[str, Tensor], hold: frozenset[str]) -> None:
         """Count one bucket."""
@@ -76,12 +77,13 @@ class Stats:
         """Add the present step to the totals, with what these channels moved in it."""
         now = self._now
         for channel in channels:  # a tuner may have replaced the exchange, and its channels, since the last step
-            sent, received, seconds, cpu = self._seen.get(channel, (0, 0, 0.0, 0.0))
+            sent, received, seconds, cpu, messages = self._seen.get(channel, (0, 0, 0.0, 0.0, 0))
             now.bytes_sent += channel.sent - sent
             now.bytes_received += channel.received - received
             now.exchange_seconds += channel.seconds - seconds
             now.cpu_seconds -= channel.cpu - cpu
-            self._seen[channel] = channel.sent, channel.received, channel.seconds, channel.cpu
+            now.messages_sent += channel.messages - messages
+            self._seen[channel] = channel.sent, channel.received, channel.seconds, channel.cpu, channel.messages
         for name, value in vars(now).items():
             setattr(self.total, name, getattr(self.total, name) + value)
         self.last, self._now = now, Counters()

@@ -88,9 +88,10 @@ def ddp_records(lab: BenchLab, hosts: int, *_: object, **__: object) -> list[tup
     """What two methods would measure: topk1 waits for a round trip and sends 125 kB, a hundredth of a second."""
     lab.costs.append(DelayCost(0.02, 0.3, 1000, 0) if lab.links.delayed else None)
     trip = 2 * lab.links.seconds
-    common: dict[str, Any] = {"received": 1000.0, "hook_cpu": 0.001, "cpu": 0.05, "rank": 0, "round": 0}
-    infinite = {"method": "infinite", "step": 0.1, "sent": 100.0, "exchange": "", "round_trips": None}
+    common: dict[str, Any] = {"received": 1000.0, "hook_cpu": 0.001, "rank": 0, "round": 0, "messages": 2.0}
+    infinite = {"method": "infinite", "step": 0.1, "sent": 100.0, "exchange": "", "round_trips": None, "cpu": 0.05}
     topk = {"method": "topk1", "step": 0.11 + trip, "sent": 125e3, "exchange": "Gather()", "round_trips": 1.0}
+    topk["cpu"] = 0.05 + 0.001125 * hosts
     return [("ROW", {**common, **row}) for row in (infinite, topk)]
 
 
@@ -115,6 +116,18 @@ def test_several_delays_are_one_file_and_a_table_each(
     )
     assert run([*words, "--delay", "10ms"]) == 0
     assert json.loads(file.read_text())["rows"][1]["name"] == "topk1"
+
+
+def test_processor_time_beyond_the_infinite_network_has_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(BenchLab, "run", ddp_records)
+    words = ["bench", "ddp", "--methods", "topk1", "--workers"]
+    assert run([*words, "4", "--rate", "100mbit"]) == 0
+    assert "met    topk1: 4.50 ms of CPU time beyond the infinite network (bar 4.5 ms)" in capsys.readouterr().out
+    assert run([*words, "14"]) == 1
+    assert "MISSED topk1: 15.75 ms of CPU time beyond the infinite network (bar 6.0 ms)" in capsys.readouterr().out
+    assert run([*words, "14", "--delay", "10ms"]) == 0  # bars hold without a delay
 
 
 def test_bars_are_not_judged_with_a_delay(capsys: pytest.CaptureFixture[str]) -> None:

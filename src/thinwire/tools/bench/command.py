@@ -69,13 +69,13 @@ def ddp_command(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every method is measured once.")] = 5,
     warmup: Annotated[int, typer.Option(min=3, help="Steps of each method before the first round.")] = 4,
     json_file: JsonFile = None,
-) -> None:
-    """Measure step time, traffic and communication overhead of DDP methods on emulated hosts."""
+) -> int:
+    """Measure step time, traffic, processor time and communication overhead of DDP methods on emulated hosts."""
     from thinwire.tools.bench.ddp import run
 
     names = list(dict.fromkeys(["infinite", *_method_names(methods)]))
     options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
-    run(workers, link_settings(context, workers), options, json_file)
+    return run(workers, link_settings(context, workers), options, json_file)
 
 
 @app.command("fsdp")

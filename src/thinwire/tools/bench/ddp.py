@@ -5,6 +5,7 @@ measured once, in the same processes, so that changes in the machine's speed aff
 """
 
 import json
+import resource
 import statistics
 import sys
 import time
@@ -19,10 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.link.link import Link
-from thinwire.tools.bench import BenchLab
+from thinwire.tools.bench import BenchLab, Record
 from thinwire.tools.lab.links import LinkSettings
 from thinwire.tools.lab.units import parse_rates
-from thinwire.tools.options import by_delay, caption, table_of, write_json
+from thinwire.tools.options import by_delay, caption, table_of, verdict, write_json
 from thinwire.tools.progress import print_line
 from thinwire.tools.race.methods import apply_method, single_bucket
 from thinwire.tools.race.training import interface_bytes
@@ -39,22 +40,33 @@ class MethodFigures:
     bytes_sent: float
     bytes_received: float
     hook_cpu_ms: float
-    cpu_ms: float
+    cpu_ms: float  # of all threads of a rank, the kernel's work for it included
+    cpu_beyond_ms: float  # the same beyond a step on an infinite network
     exchange: str
     round_trips: float | None  # that a step waited for, as the link counts them; None where it does not
+    messages: float | None  # that a rank sent in a step, as the link counts them
     allowed_ms: float | None  # of a link: 1.5 round trips and the transfer time of its bytes; None without a rate
 
 
 TRIPS = 1.5  # round trips that a step of a link may wait for, however many buckets it has
+# Milliseconds of processor time that a method's step may take beyond an infinite network, by workers and rate.
+CPU_BARS: dict[tuple[str, int, str | None], float] = {("topk1", 4, "100mbit"): 4.5, ("topk1", 14, "500mbit"): 6.0}
 
 
-def run(workers: int, settings: list[LinkSettings], options: dict[str, Any], json_file: Path | None) -> None:
-    """Measure all methods with each of the links' settings, print a table for each and write the figures."""
-    figures, undelayed = [], None
+def run(workers: int, settings: list[LinkSettings], options: dict[str, Any], json_file: Path | None) -> int:
+    """Measure all methods with each of the links' settings, print a table for each and write the figures.
+
+    Returns the exit code 1 if a method took more processor time than its bar.
+    """
+    figures, undelayed, met = [], None, list[bool]()
     for links in settings:
         lab = BenchLab(links)
         rows = measure(workers, lab, options)
         _show(rows, workers, lab)
+        for row in rows:
+            if (bar := CPU_BARS.get((row.name, workers, links.rate))) is not None and not links.delayed:
+                met.append(row.cpu_beyond_ms <= bar)
+                print_line(Console(), _against_bar(row, bar))
         infinite = next(row.step_ms for row in rows if row.name == "infinite")
         if not links.delayed:
             undelayed = infinite
@@ -63,6 +75,7 @@ def run(workers: int, settings: list[LinkSettings], options: dict[str, Any], jso
                 print_line(Console(), _compared(row, infinite, undelayed))
         figures.append({"workers": workers, **lab.to_json(), **options, "rows": [asdict(row) for row in rows]})
     write_json(json_file, by_delay(figures))
+    return verdict(met)
 
 
 def measure(workers: int, lab: BenchLab, options: dict[str, Any]) -> list[MethodFigures]:
@@ -77,11 +90,20 @@ def measure(workers: int, lab: BenchLab, options: dict[str, Any]) -> list[Method
     for name in options["methods"]:
         step, sent, received, hook, cpu = (median(name, key) for key in ("step", "sent", "received", "hook_cpu", "cpu"))
         first = next(row for _, row in records if row["method"] == name)
-        times = (1e3 * step, step / infinite - 1.0, sent, received, 1e3 * hook, 1e3 * cpu)
-        trips = median(name, "round_trips") if first["round_trips"] is not None else None
+        beyond = 1e3 * _cpu_beyond(records, name)
+        times = (1e3 * step, step / infinite - 1.0, sent, received, 1e3 * hook, 1e3 * cpu, beyond)
+        counted = first["round_trips"] is not None
+        trips, messages = (median(name, key) if counted else None for key in ("round_trips", "messages"))
         allowed = allowed_ms(workers, lab.links, sent, received) if first["exchange"] else None
-        rows.append(MethodFigures(name, *times, first["exchange"], trips, allowed))
+        rows.append(MethodFigures(name, *times, first["exchange"], trips, messages, allowed))
     return rows
+
+
+def _cpu_beyond(records: list[Record], method: str) -> float:
+    """Return the median of the CPU seconds beyond those of the infinite network in the same round on the same rank."""
+    cpu = {(row["method"], row["rank"], row["round"]): float(row["cpu"]) for _, row in records}
+    places = [(rank, number) for name, rank, number in cpu if name == method]
+    return statistics.median(cpu[method, rank, number] - cpu["infinite", rank, number] for rank, number in places)
 
 
 def allowed_ms(workers: int, links: LinkSettings, sent: float, received: float) -> float | None:
@@ -104,14 +126,23 @@ def _show(rows: list[MethodFigures], workers: int, lab: BenchLab) -> None:
             "MB in": f"{row.bytes_received / 1e6:.3f}",
             "vs dense": f"{dense / row.step_ms:.2f}x" if dense else "",
             "hook": f"{row.hook_cpu_ms:.2f}" if row.exchange else "",
+            "cpu": "" if row.name == "infinite" else f"{row.cpu_beyond_ms:+.2f}",
             "exchange": row.exchange,
         }
         for row in rows
     ]
-    counted = "MB: per host and step, counted by the kernel. hook: CPU time of the hook in ms"
+    counted = "MB: per host and step, counted by the kernel. hook: CPU time of the hook in ms. "
+    counted += "cpu: CPU time of a step and rank in ms beyond the infinite network, all threads and the kernel included"
     trips = "trips: round trips that a step waited for" if any(row.round_trips is not None for row in rows) else ""
-    note = caption(counted, trips, lab.note)
+    sent = "; ".join(f"{row.name} {row.messages:.0f}" for row in rows if row.messages is not None)
+    note = caption(counted, trips, f"Messages that a rank sent in a step: {sent}" if sent else "", lab.note)
     Console().print(table_of(shown, title=f"cuda-convnet, {workers} workers {lab.links}", caption=note))
+
+
+def _against_bar(row: MethodFigures, bar: float) -> str:
+    """Return a line that compares a method's processor time beyond the infinite network with its bar."""
+    word = "met   " if row.cpu_beyond_ms <= bar else "MISSED"
+    return f"{word} {row.name}: {row.cpu_beyond_ms:.2f} ms of CPU time beyond the infinite network (bar {bar} ms)"
 
 
 def _compared(row: MethodFigures, infinite: float, undelayed: float | None) -> str:
@@ -154,12 +185,12 @@ class MethodTrainer:
     def measure(self, count: int) -> dict[str, Any]:
         """Train for some steps and return the mean seconds, bytes and CPU seconds of a step."""
         dist.barrier()
-        before, (hook, trips) = interface_bytes("eth0") or (0, 0), _counters(self.link)
-        cpu, began = time.process_time(), time.perf_counter()
+        before, (hook, trips, messages) = interface_bytes("eth0") or (0, 0), _counters(self.link)
+        cpu, began = _cpu_seconds(), time.perf_counter()
         self.steps(count)
         dist.barrier()
-        took, spent = time.perf_counter() - began, time.process_time() - cpu
-        after, (hook_now, trips_now) = interface_bytes("eth0") or (0, 0), _counters(self.link)
+        took, spent = time.perf_counter() - began, _cpu_seconds() - cpu
+        after, (hook_now, trips_now, messages_now) = interface_bytes("eth0") or (0, 0), _counters(self.link)
         return {
             "method": self.method,
             "step": took / count,
@@ -168,17 +199,23 @@ class MethodTrainer:
             "hook_cpu": (hook_now - hook) / count,
             "cpu": spent / count,
             "exchange": repr(self.link.exchange) if self.link is not None else "",
-            "round_trips": None if trips_now is None or trips is None else (trips_now - trips) / count,
+            "round_trips": (trips_now - trips) / count if self.link is not None else None,
+            "messages": (messages_now - messages) / count,
         }
 
 
-def _counters(link: Link | None) -> tuple[float, float | None]:
-    """Return a link's CPU seconds and the round trips that it waited for; None if it does not count them."""
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of all threads of this process, in user mode and in the kernel."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _counters(link: Link | None) -> tuple[float, float, float]:
+    """Return a link's CPU seconds, the round trips that it waited for and the messages that it sent."""
     if link is None:
-        return 0.0, None
+        return 0.0, 0.0, 0.0
     figures = link.stats()
-    trips = figures.get("round_trips")
-    return float(figures["cpu_seconds"]), None if trips is None else float(trips)
+    return float(figures["cpu_seconds"]), float(figures["round_trips"]), float(figures["messages_sent"])
 
 
 def start_trainers(options: dict[str, Any]) -> list[MethodTrainer]:
