@@ -49,7 +49,7 @@ class MemoryChannel(Channel):
         self.sent += message.numel() * (self.world - 1)
         return Arrived(self._meet(message.clone()))
 
-    def gather_uneven(self, message: Tensor, sizes: Sequence[int], lane: int) -> Round:
+    def gather_uneven(self, message: Tensor, sizes: Sequence[int], lane: int, *, doubling: bool = True) -> Round:
         return self.gather(message, lane)
 
     def scatter(self, messages: Tensor, sizes: Sequence[int], size: int, lane: int) -> Round:
