@@ -265,7 +265,7 @@ def test_what_cannot_be_attached_is_refused_with_the_way_out(cluster: Cluster) -
         "frozen": "no sharded parameter",
         "hooked": "all-reduce hook already",
         "twice": "attached already",
-        "old torch": f"need PyTorch 2.7 or later, whose FSDPModule has set_all_reduce_hook; this is {torch.__version__}",
+        "old torch": f"PyTorch 2.7 or later, whose FSDPModule has set_all_reduce_hook; this is {torch.__version__}",
         "shards differ": "check_every",
     }
     for messages in cluster.run(refused, 4):
