@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire as tw
@@ -97,6 +98,8 @@ class Case:
     frozen: str = ""
     unused: bool = False
     dtype: torch.dtype = torch.float32
+    divide_by: float = 0.0  # what the sum of all ranks' gradients is divided by, if that is not their number
+    checkpointed: bool = False  # whether the backward pass computes the blocks' activations again
 
 
 def _precision(param: torch.dtype | None, reduce: torch.dtype | None) -> Callable[[], dict[str, Any]]:
@@ -138,6 +141,8 @@ CASES = {
     "unused": Case(unused=True),
     "tied": Case(stack={"tied": True}),
     "used twice": Case(stack={"twice": True}),
+    "divided by 3": Case(divide_by=3.0),
+    "activation checkpoints": Case(checkpointed=True),
 }
 
 
@@ -147,7 +152,15 @@ def build(case: Case, mesh: DeviceMesh, seed: int = 0) -> Any:
     if case.frozen:
         model.get_parameter(case.frozen).requires_grad_(False)
     model.blocks[0].uses_scale = not case.unused  # type: ignore[assignment]
-    return shard(model, mesh, nested=case.nested, **case.options())
+    if case.checkpointed:
+        for block in model.blocks:
+            checkpoint(block)
+    made = shard(model, mesh, nested=case.nested, **case.options())
+    if case.divide_by:
+        for unit in (*made.blocks, made):
+            unit.set_gradient_divide_factor(case.divide_by)
+            unit.set_force_sum_reduction_for_comms(True)  # Gloo has no other way to divide
+    return made
 
 
 def train(

@@ -63,6 +63,14 @@ def test_integration(tmp_path: Path, library: str, script: str) -> None:
     assert output.count("step 256") == 2, output  # the link's own count went on from the checkpoint
 
 
+@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "task.py"))
+def test_what_a_user_writes_is_three_lines(script: str) -> None:
+    """Lines that name thinwire, the callback, attach or what saves and loads; imports and comments do not count."""
+    text = (EXAMPLES / script).read_text().partition("def ")[2]
+    lines = [line for line in text.splitlines() if re.search(r"thinwire[._]|ThinwireCallback|attach\(|_ranks\(", line)]
+    assert 1 <= len(lines) <= 3, lines
+
+
 def test_fsdp() -> None:
     check(printed(as_main, 4, "fsdp.py"), ranks=4)
 

@@ -218,7 +218,7 @@ def test_a_parameter_that_only_some_replicas_use_is_named(cluster: Cluster) -> N
 
 
 def refused(rank: int) -> dict[str, str]:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
     mesh, messages = mesh_of(4), {}
     shards = mesh["shard"]
@@ -246,6 +246,9 @@ def refused(rank: int) -> dict[str, str]:
     attempt("twice", model)
     link.detach()
     tw.attach(model, 0.05, mesh=mesh).detach()
+    with pytest.MonkeyPatch.context() as patch:  # as in PyTorch 2.6
+        patch.delattr(FSDPModule, "set_all_reduce_hook")
+        attempt("old torch", model)
     attempt("shards differ", model, check_every=rank % 2 and rank)  # shard 1's replicas differ, those of shard 0 do not
     return messages
 
@@ -262,6 +265,7 @@ def test_what_cannot_be_attached_is_refused_with_the_way_out(cluster: Cluster) -
         "frozen": "no sharded parameter",
         "hooked": "all-reduce hook already",
         "twice": "attached already",
+        "old torch": f"PyTorch 2.7 or later, whose FSDPModule has set_all_reduce_hook; this is {torch.__version__}",
         "shards differ": "check_every",
     }
     for messages in cluster.run(refused, 4):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -16,6 +17,13 @@ from tests.link import jobs
 from thinwire.link.shards import local_part
 
 KINDS = ["plain", "nested units", "bf16 parameters", "no reshard", "offload", "columns", "accumulation", "tied"]
+KINDS += ["divided by 3", "activation checkpoints"]
+# Rounds of local steps. None of their lengths divides the 14 steps of the test.
+ROUNDS: dict[str, dict[str, Any]] = {
+    "rounds": {"every": 4},
+    "overlap": {"every": 4, "overlap": True},
+    "nesterov": {"every": 3, "outer": tw.Nesterov(0.7, momentum=0.9)},
+}
 
 
 def both(rank: int) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -73,6 +81,64 @@ def test_adam_trains_equal_replicas_and_evaluations_see_what_all_share(cluster: 
         assert all(torch.equal(tensor, results[0][0][name]) for name, tensor in parameters.items())
         assert seen == results[0][1]
         assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+
+
+def local_steps(rank: int, options: dict[str, Any]) -> tuple[list[bool], int, bool, dict[str, Tensor], list[float]]:
+    """Train 14 steps by rounds: when replicas differ, the exchanges, whether they are right, parameters, losses."""
+    mesh = mesh_of(4)
+    model = sharded.build(CASES["plain"], mesh["shard"], seed=rank // 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    link = tw.attach(model, 0.1, mesh=mesh, optimizer=optimizer, check_every=1, **options)
+    apart, losses = [], []
+    for step in range(14):
+        losses += sharded.train(model, optimizer, rank, range(step, step + 1))
+        parts = torch.cat([local_part(p).detach().reshape(-1) for p in model.parameters()])
+        others = [torch.empty_like(parts) for _ in range(2)]
+        torch.distributed.all_gather(others, parts, group=mesh.get_group("replicate"))
+        apart.append(not torch.equal(*others))
+    exchanges = link.stats()["steps"]
+    link.flush()
+    parameters = sharded.whole(model)
+    shown = {name: t.full_tensor() for name, t in model.state_dict().items()}
+    right = all(torch.equal(tensor, shown[name]) for name, tensor in parameters.items())
+    link.detach()
+    return apart, exchanges, right, parameters, losses
+
+
+@pytest.mark.parametrize("setting", ROUNDS)
+def test_replicas_exchange_after_every_round_of_local_steps(cluster: Cluster, setting: str) -> None:
+    options = ROUNDS[setting]
+    results = cluster.run(local_steps, 4, options)
+    for apart, exchanges, right, parameters, losses in results:
+        assert exchanges == 14 // options["every"] and right
+        assert any(apart)  # between exchanges replicas train alone
+        assert all(torch.equal(tensor, results[0][3][name]) for name, tensor in parameters.items())
+        assert sum(losses[-4:]) < sum(losses[:4])
+
+
+def averaged(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Twelve steps of rounds of four at density 1, and the mean of two trainings by FSDP2 alone after each four."""
+    mesh, found = mesh_of(4), []
+    for attached in (True, False):
+        model = sharded.build(CASES["plain"], mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        options: dict[str, Any] = {"domain": "update", "optimizer": optimizer, "every": 4}
+        link = tw.attach(model, FULL, mesh=mesh, **options) if attached else None
+        for begin in (0, 4, 8):
+            sharded.train(model, optimizer, rank, range(begin, begin + 4))
+            for p in model.parameters() if link is None else ():
+                torch.distributed.all_reduce(part := local_part(p).clone(), group=mesh.get_group("replicate"))
+                local_part(p).copy_(part / 2)
+        found.append(sharded.parts_of(model))
+        if link is not None:
+            link.detach()
+    return found[0], found[1]
+
+
+def test_rounds_at_density_1_average_the_parameters(cluster: Cluster) -> None:
+    for ours, theirs in cluster.run(averaged, 4):
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
 
 
 def in_the_midst(rank: int) -> bool:

@@ -1,6 +1,7 @@
 """Trainings of each framework, which all ranks of a test run: 64 steps in 4 epochs, with a checkpoint after each.
 
-Each returns the parameters' checksums, the number of the link's steps and the residual's norm. At `kill_at` steps all
+Each returns the parameters' checksums, the number of the link's steps and the residual's norm. Where a framework has
+loggers of its own, the link's figures must be in them. At `kill_at` steps all
 processes kill themselves, as in a power failure; called again, a training resumes from the newest checkpoint.
 """
 
@@ -36,6 +37,9 @@ def net() -> jobs.Net:
     return jobs.Net()
 
 
+FIGURES = {"thinwire/bytes_sent", "thinwire/density", "thinwire/compression_ratio", "thinwire/residual_norm"}
+
+
 def end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -47,6 +51,7 @@ def reached(module: nn.Module, link: Any) -> Reached:
 def lightning_trainer(rank: int, directory: str, optimizer: str, kill_at: int) -> Reached:
     import lightning as L
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
 
     from thinwire.integrations.lightning import ThinwireCallback
 
@@ -74,7 +79,8 @@ def lightning_trainer(rank: int, directory: str, optimizer: str, kill_at: int) -
         strategy="ddp",
         max_epochs=4,
         callbacks=[callback, saving, Killer()],
-        logger=False,
+        logger=CSVLogger(directory, name="logs"),
+        log_every_n_steps=10,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -83,6 +89,10 @@ def lightning_trainer(rank: int, directory: str, optimizer: str, kill_at: int) -
     kept = {path.name for path in Path(directory).glob("*.ckpt")}
     assert "epoch=0.ckpt" not in kept  # and the ranks' files of older checkpoints are removed with them
     assert {path.name for path in Path(directory).glob("*.thinwire")} == {f"{name}.thinwire" for name in kept}
+    if rank == 0:
+        logged = max(Path(directory).glob("logs/*/metrics.csv"), key=lambda p: p.stat().st_mtime).read_text()
+        assert set(logged.splitlines()[0].split(",")) >= FIGURES
+        assert len(logged.splitlines()) > 2
     return reached(module, callback.link)
 
 
@@ -119,7 +129,7 @@ def accelerate(rank: int, directory: str, optimizer: str, kill_at: int) -> Reach
 
     from thinwire.integrations.accelerate import attach
 
-    # Only this sampler's order of shuffled data is saved.
+    # Only this sampler's order of shuffled data depends on nothing but its saved seed and the epoch.
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     made = net()
     model, trained, loader = accelerator.prepare(
@@ -130,6 +140,7 @@ def accelerate(rank: int, directory: str, optimizer: str, kill_at: int) -> Reach
     if newest is not None:
         accelerator.load_state(str(newest))
     for epoch in range(link.step // 16, 4):
+        loader.set_epoch(epoch)  # a loader of a new process begins to count at 0
         for x, y in loader:
             trained.zero_grad()
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
@@ -148,6 +159,16 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.net(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def _tensorboard_names(directory: Path) -> set[str]:
+    """The names of what TensorBoard shows of the newest run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    newest = max(directory.glob("runs/*"), key=lambda p: p.stat().st_mtime)
+    shown = EventAccumulator(str(newest))
+    shown.Reload()
+    return set(shown.Tags()["scalars"])
 
 
 def transformers(rank: int, directory: str, optimizer: str, kill_at: int) -> Reached:
@@ -170,7 +191,7 @@ def transformers(rank: int, directory: str, optimizer: str, kill_at: int) -> Rea
         learning_rate=RATES[optimizer],
         save_strategy="epoch",
         logging_steps=10,
-        report_to=[],
+        report_to=["tensorboard"],
         disable_tqdm=True,
     )
     callback = ThinwireCallback(0.05)
@@ -179,6 +200,8 @@ def transformers(rank: int, directory: str, optimizer: str, kill_at: int) -> Rea
     trainer = Trainer(Classifier(), arguments, train_dataset=rows, callbacks=[callback, Killer()])
     trainer.train(resume_from_checkpoint=any(Path(directory).glob("checkpoint-*")) or None)
     assert trainer.state.global_step == 64
+    if rank == 0:
+        assert _tensorboard_names(Path(directory)) >= {f"train/{name}" for name in FIGURES}
     return reached(trainer.model.net, callback.link)  # type: ignore[union-attr, arg-type]
 
 

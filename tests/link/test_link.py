@@ -140,7 +140,7 @@ def watched(rank: int, exchange: str) -> dict[str, Any]:
         before = link.codec.residuals("layers.2.weight")["residual"].clone()
         link.rescale(0.5)
         assert torch.equal(link.codec.residuals("layers.2.weight")["residual"], before * 0.5)
-    return dict(stats)
+    return {**stats, "metrics": link.metrics("link/")}
 
 
 @pytest.mark.parametrize("exchange", ["gather", "scatter-reduce", "dense"])
@@ -162,6 +162,13 @@ def test_stats(cluster: Cluster, exchange: str) -> None:
             assert stats["residual_norm"] > 0 and stats["compression_ratio"] > 10
             assert last["bytes_sent"] < 0.1 * 4 * sum(sizes.values())
         assert stats["exchange_seconds"] > 0
+        metrics = stats["metrics"]
+        assert all(isinstance(value, float) for value in metrics.values())
+        for name in ("bytes_sent", "bytes_received", "density", "compression_ratio", "exchange_seconds"):
+            assert metrics[f"link/{name}"] == last[name] > 0
+        assert metrics["link/total_bytes_sent"] == stats["bytes_sent"] and metrics["link/steps"] == 6
+        factor = 1.0 if exchange == "dense" else 0.5  # the residual was rescaled in between
+        assert metrics["link/residual_norm"] == pytest.approx(factor * stats["residual_norm"])
 
 
 def collected(rank: int) -> tuple[bool, bool]:

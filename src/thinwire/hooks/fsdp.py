@@ -109,6 +109,11 @@ class Unit:
             for p in (each.sharded_param for each in self.present)
         )
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether the user has set what gradients are divided by, so that native HSDP adds up those of the replicas."""
+        return getattr(self.group, "gradient_divide_factor", None) is not None
+
     def keep(self, buffer: Tensor) -> None:
         """Take gradients that are not exchanged yet out of the buffer, as native HSDP does."""
         for name, part in self.gradients(buffer).items():
@@ -356,6 +361,8 @@ class FSDPHook:
 
     def _reduced(self, unit: Unit, buffer: Tensor) -> None:
         """Take a unit's gradients, averaged within the shard group. FSDP calls this during the backward pass."""
+        if unit.is_summed:  # the mean of what is multiplied is the sum; so does a local gradient stand for all replicas
+            buffer.mul_(self._group.size())
         if self.local:
             return
         self._note_backward()

@@ -211,12 +211,15 @@ def load_link_state(
 ) -> LinkState:
     """The state that this rank loads; ValueError says what does not fit and what to give instead."""
     if isinstance(state, (list, tuple)):
+        if not state:
+            raise ValueError("there are no states to merge")
         for each in state:
             check_state(each)
         own = next((s for s in state if s["rank"] == rank), None)
         # With another number of workers, or an exchange that keeps residuals on other ranks, only the mean fits.
         fits = len(state) == world and own is not None and own["weight"] == weight
-        state = own if fits and own is not None else merge_states(state)
+        # All are of the same part of the parameters, if the model is sharded.
+        state = own if fits and own is not None else _merge_replicas(state)
     check_state(state)
     assert isinstance(state, dict)
     if state["rank"] is not None and (state["world_size"], state["rank"], state["weight"]) != (world, rank, weight):

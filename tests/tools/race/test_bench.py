@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.tools.bench import BenchLab, advice, judge, server, udp
+from tests.needs import needs
+from thinwire.tools.bench import BenchLab, advice, fsdp, judge, server, udp
 from thinwire.tools.bench import codec as bars
 from thinwire.tools.bench import codec as show
 from thinwire.tools.bench.codec import BARS_FOR, Bar, CodecRow
@@ -167,3 +168,28 @@ def test_mistakes_are_found_before_a_lab_is_built(
     assert run(["bench", *arguments]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert word in said
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.24, 0), (1.26, 1)])
+def test_a_sharded_step_has_a_bar(
+    ratio: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {"infinite": 1.0, "hsdp": 4.0, "0.01": ratio}
+    rows = [fsdp.ShardedFigures(name, 1e3 * step, step, 1.0, 1.0, 1.0, "") for name, step in steps.items()]
+    monkeypatch.setattr(fsdp, "measure", lambda *_: (rows, 10_000_000))
+    assert run(["bench", "fsdp", "--methods", "hsdp,0.01", "--json", str(tmp_path / "fsdp.json")]) == code
+    assert f"{4.0 / ratio:.2f}x" in capsys.readouterr().out  # the speed-up over native HSDP
+    written = json.loads((tmp_path / "fsdp.json").read_text())
+    assert (written["batch"], written["parameters"], len(written["bars"])) == (4, 10_000_000, 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_sharded_steps_send_less_between_machines() -> None:
+    needs("lab")
+    options = {"recipe": "gpt", "methods": ["infinite", "hsdp", "0.01"], "batch": 1, "steps": 1, "rounds": 1}
+    rows, parameters = fsdp.measure(2, 2, LinkSettings("100mbit"), {**options, "warmup": 2})
+    infinite, native, ours = (row.bytes_sent for row in rows)
+    assert infinite < 0.01 * native  # what the ranks of a machine exchange does not leave it
+    assert 4 * parameters < native < 4.5 * parameters  # each of two ranks sends its half of the gradients
+    assert ours < 0.1 * native
