@@ -64,18 +64,21 @@ def ddp_command(
     host_delay: HostDelay = None,
     loss: Loss = "0%",
     methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "infinite,dense,fp16,powersgd,topk1",
+    buckets: Annotated[
+        int | None, typer.Option(min=1, help="Train so many layers with a bucket each, not the cuda-convnet.")
+    ] = None,
     batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every method is measured once.")] = 5,
     warmup: Annotated[int, typer.Option(min=3, help="Steps of each method before the first round.")] = 4,
     json_file: JsonFile = None,
-) -> None:
+) -> int:
     """Measure step time, traffic and communication overhead of DDP methods on emulated hosts."""
     from thinwire.tools.bench.ddp import run
 
     names = list(dict.fromkeys(["infinite", *_method_names(methods)]))
-    options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
-    run(workers, link_settings(context, workers), options, json_file)
+    options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup, "buckets": buckets}
+    return run(workers, link_settings(context, workers), options, json_file)
 
 
 @app.command("fsdp")
