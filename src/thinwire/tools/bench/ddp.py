@@ -47,7 +47,7 @@ class MethodFigures:
 
 
 TRIPS = 1.5  # round trips that a step of a link may wait for, however many buckets it has
-# Features of a layer of `--buckets`. Its parameters are more than `JOINED_BELOW`, so that links do not join the buckets.
+# Features of a layer of `--buckets`: more parameters than `JOINED_BELOW`, so that links do not join the buckets.
 _FEATURES = 768
 BAR = "topk1"  # the method whose steps with a delay are judged
 
@@ -151,12 +151,8 @@ class MethodTrainer:
         torch.manual_seed(0)
         cap = 1 if buckets is not None else None  # None: DDP's default, a small first bucket, then 25 MiB each
         self.method = method
-        # The buffers are constants: broadcasting them in every forward pass would cost all methods a round trip.
-        self.model = DistributedDataParallel(
-            cuda_convnet() if buckets is None else layers(buckets),
-            bucket_cap_mb=1000 if single_bucket(method) else cap,
-            broadcast_buffers=False,
-        )
+        model = cuda_convnet() if buckets is None else layers(buckets)
+        self.model = DistributedDataParallel(model, bucket_cap_mb=1000 if single_bucket(method) else cap)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.link: Link | None = apply_method(self.model, method, optimizer=self.optimizer)
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -176,8 +172,9 @@ class MethodTrainer:
         before, (hook, trips) = interface_bytes("eth0") or (0, 0), _counters(self.link)
         cpu, began = time.process_time(), time.perf_counter()
         self.steps(count)
-        dist.barrier()
+        # A step ends when all ranks' messages have arrived. The barrier is not timed, because it takes round trips.
         took, spent = time.perf_counter() - began, time.process_time() - cpu
+        dist.barrier()
         after, (hook_now, trips_now) = interface_bytes("eth0") or (0, 0), _counters(self.link)
         return {
             "method": self.method,

@@ -266,11 +266,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, splits: Splits, plan: Plan, method: str, seed: int) -> None:
         self.recipe, self.splits, self.plan, self.method, self.seed = recipe, splits, plan, method, seed
         self.rank = dist.get_rank()
-        model, cap = recipe.build(seed), 1000 if single_bucket(method) else None
-        # Buffers that are not saved are constants: broadcasting them would take a round trip in every forward pass.
-        state = model.state_dict()
-        changing = any(name in state for name, _ in model.named_buffers())
-        self.model = DistributedDataParallel(model, bucket_cap_mb=cap, broadcast_buffers=changing)
+        self.model = DistributedDataParallel(recipe.build(seed), bucket_cap_mb=1000 if single_bucket(method) else None)
         # With momentum correction the codec applies the momentum, so the optimizer must not apply it again.
         ours = applies_momentum(method)
         self.optimizer = recipe.optimizer(self.model, lr=plan.lr, momentum=0.0 if ours else plan.momentum)
