@@ -32,10 +32,11 @@ OPTIONS = {
     "simulate scale": "--parameters --compute --density --bits --rate --delay --stragglers --rate-spread --per-machine "
     "--bus --exchanges --workers --measured --calibrate-up-to --cores --json --report",
     "bench codec": "--json --n --quick",
-    "bench ddp": "--workers --preset --rate --delay --host-delay --loss --methods --batch --steps --rounds --warmup "
-    "--json",
-    "bench fsdp": "--machines --ranks --rate --methods --recipe --batch --steps --rounds --warmup --json",
-    "bench advice": "--workers --rates --delay --methods --batch --steps --rounds --json",
+    "bench ddp": "--workers --preset --rate --delay --host-delay --loss --methods --buckets --batch --steps --rounds "
+    "--warmup --json",
+    "bench fsdp": "--machines --ranks --preset --rate --delay --host-delay --loss --methods --recipe --batch --steps "
+    "--rounds --warmup --json",
+    "bench advice": "--workers --preset --rates --delay --methods --batch --steps --rounds --json",
     "bench server": "--workers --preset --rate --delay --host-delay --loss --only --steps --seconds --json",
     "bench udp": "--only --preset --rate --delay --host-delay --loss --steps --seconds --fuzzed --json",
     "bench fidelity": "--folder --only --methods --jobs --data --json",

@@ -38,7 +38,7 @@ WORK = Workload(
 
 def test_a_network_from_a_rate_moves_what_the_collectives_move() -> None:
     network = Network.ideal(4, 1e8, 1e-4)
-    assert network.gather(1000) == pytest.approx(1e-4 + 3 * 8000 / 1e8)  # to all ranks at once
+    assert network.gather(1000) == pytest.approx(2e-4 + 3 * 8000 / 1e8)  # to all ranks at once
     assert network.reduce(4_000_000) == pytest.approx(6 * 1e-4 + 1.5 * 32e6 / 1e8)
     assert network.scatter(4000) == pytest.approx(2 * network.gather(1000))
     assert network.bandwidth == pytest.approx(1e8)
@@ -54,7 +54,7 @@ def test_buckets_wait_for_their_messages_together() -> None:
         setting = Setting("0.01", name, density=0.01)
         for work in (many, one):
             near, far = (forecast(setting, work, Network.ideal(4, 1e9, latency)).seconds for latency in (0.0, 0.05))
-            assert rounds * 0.05 - 0.01 <= far - near <= rounds * 0.05 + 1e-9
+            assert rounds * 0.1 - 0.01 <= far - near <= rounds * 0.1 + 1e-9
     # An all-reduce is a ring of 2 (ranks - 1) messages that wait for one another, and two of them run at a time.
     near, far = (forecast(DENSE, one, Network.ideal(4, 1e9, latency)).seconds for latency in (0.0, 0.05))
     assert far - near == pytest.approx(6 * 0.05)
@@ -65,7 +65,7 @@ def test_buckets_wait_for_their_messages_together() -> None:
 def test_what_keeps_a_rank_busy_is_not_overlapped() -> None:
     many = replace(WORK, buckets=(600_000,) * 8, ready=(0.0,) * 8)
     quick = Network.ideal(4, 1e9, 0.05)
-    busy = replace(quick, gather=replace(quick.gather, fixed=0.06))  # 10 ms of each message beyond its latency
+    busy = replace(quick, gather=replace(quick.gather, fixed=0.11))  # 10 ms of each message beyond its latency
     setting = Setting("0.01", "gather", density=0.01)
     assert forecast(setting, many, busy).seconds - forecast(setting, many, quick).seconds == pytest.approx(
         8 * 0.01, abs=0.01

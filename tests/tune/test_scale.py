@@ -20,7 +20,6 @@ from thinwire.tools.simulate.scale import (
     calibrated,
     off,
     predict,
-    read_points,
     slowest,
 )
 
@@ -59,11 +58,11 @@ def test_what_travels() -> None:
 def test_a_step_is_the_sum_of_its_parts() -> None:
     plain = replace(TASK, per_byte=0.0, per_message=0.0)
     found = predict("gather", 5, plain, CLUSTER)
-    assert found.seconds == pytest.approx(0.05 + 8 * 4 * 25_000 / 100e6 + 0.001 + 0.002 + 5 * 0.0004)
+    assert found.seconds == pytest.approx(0.05 + 8 * 4 * 25_000 / 100e6 + 2 * 0.001 + 0.002 + 5 * 0.0004)
     assert found.efficiency == pytest.approx(0.05 / found.seconds)
     shared = predict("gather", 8, plain, replace(CLUSTER, cores=2))
     computing = 4 * (0.05 + 0.002 + 8 * 0.0004)
-    assert shared.seconds == pytest.approx(computing + 8 * 7 * 25_000 / 100e6 + 0.001)
+    assert shared.seconds == pytest.approx(computing + 8 * 7 * 25_000 / 100e6 + 2 * 0.001)
     hidden = predict("gather", 5, replace(plain, overlap=0.1), CLUSTER)
     assert hidden.seconds == pytest.approx(found.seconds - 0.1 * 0.05)
     slow = replace(CLUSTER, stragglers=0.3, rate_spread=0.3)
@@ -197,12 +196,26 @@ def test_a_file_that_is_no_measurement(text: str, tmp_path: Path, capsys: pytest
     assert "is not a file of thinwire bench ddp --json" in capsys.readouterr().err
 
 
-def test_measurements_with_a_delay_do_not_calibrate(tmp_path: Path) -> None:
-    row = {"name": "infinite", "step_ms": 50.0, "bytes_sent": 10.0, "hook_cpu_ms": 0.0, "exchange": ""}
-    near = {"workers": 4, "rate": "100mbit", "delay": "0", "rows": [row]}
-    far = {**near, "delay": "25ms", "rows": [{**row, "step_ms": 400.0}]}
+def test_measurements_with_a_delay_are_checked_and_do_not_calibrate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near = json.loads(bench_file(tmp_path / "near.json", 4, "100mbit", 100e6).read_text())
+    later = {"dense": 6 * 50.0, "topk1+gather": 2 * 50.0, "topk1+scatter-reduce": 4 * 50.0, "infinite": 400.0}
+    rows = [{**row, "step_ms": row["step_ms"] + later[row["name"]]} for row in near["rows"] if row["name"] in later]
+    half = {**rows[1], "name": "fp16", "step_ms": 4_000.0}
+    far = {**near, "delay": "50ms", "rows": [*rows, half]}
     (tmp_path / "both.json").write_text(json.dumps({"delays": [near, far]}))
     (tmp_path / "far.json").write_text(json.dumps(far))
-    assert [point.seconds for point in read_points(tmp_path / "both.json")] == [0.05]
-    with pytest.raises(ValueError, match="was measured with delays only"):
-        read_points(tmp_path / "far.json")
+    figures = tmp_path / "figures.json"
+    words = ["simulate", "scale", "--parameters", "1000000", "--cores", "2", "--json", str(figures), "--measured"]
+    assert run([*words, str(tmp_path / "both.json")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 of 4 measured steps are within 20 %" in said
+    assert "3 of 4 measured steps with a delay are within 25 %" in said
+    delayed = [each for each in json.loads(figures.read_text())["measured"] if each["delay_ms"]]
+    assert [each["exchange"] for each in delayed] == ["ring", "gather", "scatter-reduce", "ring, 16 bits"]
+    assert all(abs(each["off"]) < 0.05 for each in delayed[:3])
+    narrow = delayed[3]["predicted_ms"] - 6 * 50.0
+    assert 0.5 * near["rows"][1]["step_ms"] < narrow < 0.7 * near["rows"][1]["step_ms"]
+    assert run([*words, str(tmp_path / "far.json")]) == 2
+    assert "a measured step without communication" in capsys.readouterr().err

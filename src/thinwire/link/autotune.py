@@ -55,6 +55,11 @@ _LARGEST = 8 << 20
 _LONG_ENOUGH = 0.03
 # Seconds for which empty messages are repeated, up to three times.
 _PATIENCE = 0.3
+# Seconds of an empty message from which the network counts as long: there TCP takes round trips to learn its rate, and
+# paces what it sends, so that empty messages say little about the fixed time of others.
+_LONG = 0.005
+# Times that a size is measured on a long network, until it takes no less.
+_REPEATS = 4
 # Messages that are under way together to tell their latency from the time that each of them takes by itself.
 _TOGETHER = 5
 
@@ -62,7 +67,7 @@ _TOGETHER = 5
 def probe_network(channel: Channel, elements: int | None = None) -> Network:
     """Measure all-gather and all-reduce between the ranks. Call it on all ranks.
 
-    It takes a fraction of a second, and on networks of high latency about 20 + 5 (ranks - 1) times the latency. All
+    It takes a fraction of a second, and on networks of high latency about 50 + 5 (ranks - 1) times the latency. All
     ranks get the same figures. With the model's `elements` no message is larger than those of a step would be.
     """
     frame, vector = (elements // 4, 4 * elements) if elements is not None else (_LARGEST, _LARGEST)
@@ -113,6 +118,8 @@ def _measured_time(
     """
     empty = _empty_times(channel, collective)
     least = min(empty)
+    if least >= _LONG and not per_byte:
+        return _long_time(channel, collective, largest, least)
     size, most = _FIRST, max(_FIRST, min(largest, _LARGEST))
     if per_byte:
         size = min(max(round(1.2 * (_LONG_ENOUGH + 0.5 * least) / per_byte), _FIRST), most)
@@ -123,6 +130,32 @@ def _measured_time(
         took = min(took, _timed(channel, collective, size))
     # The slope comes from the best times. The fixed part is the median: a step meets the usual delay.
     return replace(LinearTime.through((_EMPTY, least), (size, took)), fixed=statistics.median(empty))
+
+
+def _long_time(channel: Channel, collective: Callable[[int], object], largest: int, least: float) -> LinearTime:
+    """The time of a collective by its bytes on a long network, from messages of two sizes and not from empty ones.
+
+    least: seconds of an empty message.
+    """
+    small = large = (0.0, least)
+    size, most = _FIRST, max(_FIRST, min(largest, _LARGEST))
+    while True:
+        small, large = large, (float(size), _settled_time(channel, collective, size))
+        if (small[0] and large[1] - small[1] >= _LONG_ENOUGH) or size == most:
+            break
+        size = min(size * _GROWTH, most)
+    found = LinearTime.through(small, large)
+    return replace(found, fixed=max(found.fixed, least))
+
+
+def _settled_time(channel: Channel, collective: Callable[[int], object], size: int) -> float:
+    """The seconds of a collective when TCP has learned the rate: the first messages of a size take longer."""
+    took = _timed(channel, collective, size)
+    for _ in range(_REPEATS - 1):
+        before, took = took, min(took, _timed(channel, collective, size))
+        if took > 0.95 * before:
+            break
+    return took
 
 
 def _timed(channel: Channel, collective: Callable[[int], object], size: int) -> float:

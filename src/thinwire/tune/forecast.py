@@ -28,6 +28,11 @@ class LinearTime:
         return cls(max(small[1] - slope * small[0], 1e-7), slope)
 
 
+# One-way delays until a message of many packets has arrived. The first packet takes one. TCP spreads the others over
+# about as long: it paces them by a rate that it has measured over a round trip (BBR), or waits for acknowledgements.
+WAYS = 2.0
+
+
 @dataclass(frozen=True)
 class Tiers:
     """Times of exchanges within a machine of several ranks, and between the first ranks of all machines."""
@@ -50,16 +55,17 @@ class Network:
 
     @classmethod
     def ideal(cls, world: int, bandwidth: float, latency: float) -> "Network":
-        """A network of links with `bandwidth` bits per second, whose messages take `latency` seconds, one way.
+        """A network of links with `bandwidth` bits per second, whose packets take `latency` seconds, one way.
 
-        An all-gather sends to all ranks at once, in one round; an all-reduce is a ring of 2 (world - 1) rounds.
+        An all-gather sends to all ranks at once, in one round; an all-reduce is a ring of 2 (world - 1) rounds, of
+        which each begins while the last one still sends.
         """
-        byte, others = 8.0 / bandwidth, world - 1
+        byte, others, message = 8.0 / bandwidth, world - 1, WAYS * latency
         return cls(
             world,
-            LinearTime(latency, others * byte),
+            LinearTime(message, others * byte),
             LinearTime(2 * others * latency, 2 * others / max(world, 1) * byte),
-            latency=latency,
+            latency=message,
         )
 
     def at_rate(self, bandwidth: float) -> "Network":

@@ -115,6 +115,7 @@ def test_several_delays_are_one_file_and_a_table_each(
         "topk1: step - infinite step = 30.0 ms, within 1.5 round trips + transfer of its bytes = 40.0 ms; "
         "step - infinite step without a delay = 30.0 ms" in out
     )
+    assert out.splitlines()[-1] == "none of 1 bars missed."
     assert run([*words, "--delay", "10ms"]) == 0
     assert json.loads(file.read_text())["rows"][1]["name"] == "topk1"
 

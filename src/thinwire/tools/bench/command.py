@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.tools.lab.presets import find_preset
 from thinwire.tools.options import Delays, HostDelay, JsonFile, Loss, Preset, link_settings, network_figures, typed
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
@@ -64,6 +65,9 @@ def ddp_command(
     host_delay: HostDelay = None,
     loss: Loss = "0%",
     methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "infinite,dense,fp16,powersgd,topk1",
+    buckets: Annotated[
+        int | None, typer.Option(min=1, help="Train so many layers with a bucket each, not the cuda-convnet.")
+    ] = None,
     batch: Batch = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each method in a round.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every method is measured once.")] = 5,
@@ -74,17 +78,22 @@ def ddp_command(
     from thinwire.tools.bench.ddp import run
 
     names = list(dict.fromkeys(["infinite", *_method_names(methods)]))
-    options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
+    options = {"methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup, "buckets": buckets}
     return run(workers, link_settings(context, workers), options, json_file)
 
 
 @app.command("fsdp")
 def fsdp_command(
+    context: typer.Context,
     machines: Annotated[int, typer.Option(min=2, help="Machines, each an emulated host with a replica.")] = 2,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each machine, which share its replica.")] = 2,
+    preset: Preset = None,
     rate: Annotated[str, typer.Option(help="Rate of every machine's link: 100mbit; none leaves it unlimited.")] = (
         "100mbit"
     ),
+    delay: Delays = "0",
+    host_delay: HostDelay = None,
+    loss: Loss = "0%",
     methods: Annotated[
         str, typer.Option(help="Methods, comma-separated: hsdp, update, auto, a preset or a density.")
     ] = "infinite,hsdp,0.01,update",
@@ -102,12 +111,14 @@ def fsdp_command(
     if recipe not in ("gpt", "gpt-10m"):
         raise ValueError(f"--recipe takes gpt or gpt-10m, not {recipe!r}")
     options = {"recipe": recipe, "methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
-    return run(machines, ranks, rate, options, json_file)
+    return run(machines, ranks, link_settings(context, machines), options, json_file)
 
 
 @app.command("advice")
 def advice_command(
+    context: typer.Context,
     workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "4,14",
+    preset: Preset = None,
     rates: Annotated[str, typer.Option(help="Rates of every link, comma-separated.")] = "100mbit,500mbit",
     delay: Delays = "0",
     methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = "dense,fp16,percentile90,topk1",
@@ -120,7 +131,12 @@ def advice_command(
     from thinwire.tools.bench.advice import check_places, run
 
     options = {"methods": _method_names(methods), "batch": batch, "steps": steps, "rounds": rounds, "warmup": 3}
-    return run(check_places(_listed(workers), _listed(rates), _listed(delay)), options, json_file)
+    loss = "0%"
+    if preset is not None:
+        figures, fixed = find_preset(preset), typed(context, ["rates", "delay"])
+        rates, delay = rates if "rates" in fixed else figures.rate, delay if "delay" in fixed else figures.delay
+        loss = figures.loss
+    return run(check_places(_listed(workers), _listed(rates), _listed(delay), loss), options, json_file)
 
 
 @app.command("server")

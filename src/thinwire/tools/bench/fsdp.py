@@ -23,7 +23,7 @@ from thinwire.hooks.attach import attach
 from thinwire.link.link import Link
 from thinwire.tools.bench import BenchLab, judge
 from thinwire.tools.lab.links import LinkSettings
-from thinwire.tools.options import table_of, write_json
+from thinwire.tools.options import by_delay, caption, table_of, write_json
 from thinwire.tools.race.training import interface_bytes
 from thinwire.tools.recipes import get_recipe
 
@@ -45,28 +45,32 @@ class ShardedFigures:
     why: str
 
 
-def run(machines: int, ranks: int, rate: str, options: dict[str, Any], json_file: Path | None) -> int:
-    """Measure all methods, print a table and the bar, write the figures, and return 1 if the bar was missed."""
-    links = LinkSettings(None if rate == "none" else rate)
-    rows, parameters = measure(machines, ranks, links, options)
-    setup = {"machines": machines, "ranks": ranks, "rate": rate, **options, "parameters": parameters}
-    _show(rows, setup)
-    bars = {
-        f"{row.name}: step without communication / step": (1.0 / row.ratio, 1.0 / BAR)
-        for row in rows
-        if row.name not in ("infinite", "hsdp")
-    }
-    write_json(json_file, {**setup, "rows": [asdict(row) for row in rows], "bars": bars})
-    return judge([(links, bars)])
+def run(
+    machines: int, ranks: int, settings: list[LinkSettings], options: dict[str, Any], json_file: Path | None
+) -> int:
+    """Measure all methods with each setting of the links, print tables, write the figures; 1 if a bar was missed."""
+    figures, judged = [], []
+    for links in settings:
+        lab = BenchLab(links)
+        rows, parameters = measure(machines, ranks, lab, options)
+        setup = {"machines": machines, "ranks": ranks, **lab.to_json(), **options, "parameters": parameters}
+        _show(rows, setup, lab)
+        bars = {
+            f"{row.name}: step without communication / step": (1.0 / row.ratio, 1.0 / BAR)
+            for row in rows
+            if row.name not in ("infinite", "hsdp")
+        }
+        figures.append({**setup, "rows": [asdict(row) for row in rows], "bars": bars})
+        judged.append((links, bars))
+    write_json(json_file, by_delay(figures))
+    return judge(judged)
 
 
-def measure(
-    machines: int, ranks: int, links: LinkSettings, options: dict[str, Any]
-) -> tuple[list[ShardedFigures], int]:
+def measure(machines: int, ranks: int, lab: BenchLab, options: dict[str, Any]) -> tuple[list[ShardedFigures], int]:
     """Run all methods in a lab; return their figures and the number of the model's parameters."""
     argv = ["thinwire.tools.bench.fsdp", json.dumps({**options, "machines": machines})]
     total = options["rounds"] * len(options["methods"]) * machines * ranks
-    records = BenchLab(links).run(machines, argv, ("ROW",), total=total, per_host=ranks)
+    records = lab.run(machines, argv, ("ROW",), total=total, per_host=ranks)
 
     def median(method: str, key: str) -> float:
         return statistics.median(float(row[key]) for _, row in records if row["method"] == method)
@@ -81,7 +85,7 @@ def measure(
     return rows, int(records[0][1]["parameters"])
 
 
-def _show(rows: list[ShardedFigures], setup: dict[str, Any]) -> None:
+def _show(rows: list[ShardedFigures], setup: dict[str, Any], lab: BenchLab) -> None:
     native = next((row.step_ms for row in rows if row.name == "hsdp"), None)
     shown = [
         {
@@ -97,10 +101,10 @@ def _show(rows: list[ShardedFigures], setup: dict[str, Any]) -> None:
     ]
     title = (
         f"{setup['recipe']}, {setup['parameters'] / 1e6:.1f} M parameters, batch {setup['batch']}, "
-        f"{setup['machines']} machines x {setup['ranks']} ranks, {setup['rate']} between machines"
+        f"{setup['machines']} machines x {setup['ranks']} ranks, machines {lab.links}"
     )
-    caption = "MB: per machine and step, counted by the kernel. hook: CPU time of a rank's hook in ms"
-    Console().print(table_of(shown, title=title, caption=caption))
+    counted = "MB: per machine and step, counted by the kernel. hook: CPU time of a rank's hook in ms"
+    Console().print(table_of(shown, title=title, caption=caption(counted, lab.note)))
 
 
 class ShardedTrainer:

@@ -301,11 +301,15 @@ def main(
     console = Console()
     table = Table("figure", "expected", "measured", "unit", "bar", "met")
     figures = []
+    # Without a terminal the status shows nothing, so that every figure has a line of its own.
     with console.status("measuring") as status:
         for part in [only] if only else _PARTS:
             for figure in _PARTS[part]():
                 figures.append(figure)
-                status.update(f"measured {figure.what}: {figure.measured:.4g} {figure.unit}")
+                line = f"measured {figure.what}: {figure.measured:.4g} {figure.unit}"
+                status.update(line)
+                if not console.is_terminal:
+                    print(line, file=sys.stderr, flush=True)
                 expected = f"{figure.expected:.4g}" if figure.expected else "-"
                 met = "yes" if figure.met else "NO"
                 table.add_row(figure.what, expected, f"{figure.measured:.4g}", figure.unit, figure.bar, met)

@@ -36,21 +36,19 @@ class LocalResponseNorm(nn.Module):
     The sum over neighbouring channels is one small matrix product instead of a three-dimensional pooling.
     """
 
-    band: Tensor
-
     def __init__(self, channels: int, *, radius: int = 4, alpha: float = 0.001) -> None:
         super().__init__()
         place = torch.arange(channels)
         near = (place[:, None] - place[None, :]).abs() <= radius
         # torch divides alpha by the window size; the paper's alpha of 0.001 / 9 is that quotient.
-        band = near.to(torch.get_default_dtype()) * (alpha / (2 * radius + 1))
-        self.register_buffer("band", band, persistent=False)
+        # No buffer: DDP would broadcast it in every forward pass, which takes a round trip.
+        self._band = near.to(torch.get_default_dtype()) * (alpha / (2 * radius + 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a batch of images, shape (samples, channels, height, width)."""
         samples, channels, height, width = x.shape
         flat = x.permute(0, 2, 3, 1).reshape(-1, channels)  # a view if the memory format is channels_last
-        result: Tensor = _Normalise.apply(flat, self.band)  # type: ignore[no-untyped-call]
+        result: Tensor = _Normalise.apply(flat, self._band.to(flat))  # type: ignore[no-untyped-call]
         return result.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
 

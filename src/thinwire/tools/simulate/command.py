@@ -162,7 +162,7 @@ def scale_command(
     exchanges: Annotated[str, typer.Option(help="Exchanges, comma-separated.")] = EXCHANGES,
     workers: options.WorkerCounts = WORKERS,
     measured: Annotated[
-        list[Path] | None, typer.Option(help="File of bench ddp --json to calibrate with; repeatable.")
+        list[Path] | None, typer.Option(help="File of bench ddp --json: calibrates; delays are checked.")
     ] = None,
     calibrate_up_to: Annotated[
         int | None, typer.Option(help="Calibrate with measurements of so many workers at most.")
@@ -220,6 +220,7 @@ def _show(found: "Scaling", page: Path | None) -> None:
         {
             "workers": str(check["workers"]),
             "rate": check["rate"],
+            "delay": f"{check['delay_ms']:g} ms" if check["delay_ms"] else "",
             "exchange": check["exchange"],
             "predicted": f"{check['predicted_ms']:,.1f} ms",
             "measured": f"{check['measured_ms']:,.1f} ms",
