@@ -6,6 +6,7 @@ here does I/O or reads a clock: `now` (time.monotonic) is passed in, and message
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -132,7 +133,6 @@ class Membership:
     terms: what the WELCOME message tells every worker.
     expect: training begins when so many workers have said HELLO.
     on_leave: called with every member that has left or was evicted; set by the server.
-    session: the number before the first session's. It should be random, so that a restarted server reuses none.
     """
 
     on_leave: Callable[[Member], None]
@@ -146,8 +146,6 @@ class Membership:
         *,
         expect: int,
         stall: float,
-        session: int,
-        now: float,
     ) -> None:
         self._check, self._terms, self.clock, self._layers = check, terms, clock, layers
         self._expect, self._timeout, self._stall = expect, terms["timeout"], stall
@@ -156,12 +154,15 @@ class Membership:
         self.waiting: dict[str, tuple[Peer, Applicant, float]] = {}  # by token, with the time of the last HELLO
         self.accepted: dict[str, AcceptedPushes] = {}  # of workers that have left, by token
         self.joined = self.left = 0
-        self._last_session = session
         self._refused: dict[Peer, None] = {}  # recently
         self._refusals = LogLimit(log, logging.WARNING)
         self._stalled: dict[int, None] = {}  # sessions that were ended for lack of progress, recently
-        self.started = False
+        self.started, self.started_at = False, math.inf
+
+    def open(self, now: float, session: int) -> None:
+        """Begin to admit workers, whose sessions are numbered after `session`."""
         self.left_at = self._checked = self.started_at = now
+        self._last_session = session
 
     def find(self, peer: Peer, session: int) -> Member | None:
         """Return the member with this session, if it sends from this peer."""

@@ -139,8 +139,6 @@ class Server:
             len(self.layout.layers),
             expect=expect,
             stall=stall,
-            session=secrets.randbits(30),
-            now=time.monotonic(),
         )
         self.membership.accepted, self.membership.on_leave = state["accepted"], self._on_leave
         self._on_step, self._on_figures = on_step, on_figures
@@ -155,7 +153,7 @@ class Server:
         self._ended: str | None = None  # why training has ended, once the workers are told
         self.remaining: set[Peer] = set()  # after the end: members that have not confirmed that they know of it
         self.stopped: str | None = None
-        self.applied_at = self.membership.started_at  # when the last step was complete
+        self.applied_at = 0.0  # when the last step was complete
 
     # For its owner
 
@@ -167,7 +165,7 @@ class Server:
         """
         listener = listen(listener) if isinstance(listener, str) else listener
         self._listener = listener
-        self.open(listener.piece_bytes, time.monotonic())
+        self.open(listener.piece_bytes, time.monotonic(), session=secrets.randbits(30))
         listener.on_report = lambda peer, ticket, lost: self.on_report(peer, ticket, lost, time.monotonic())
         listener.on_gap = lambda peer: self.on_gap(peer, time.monotonic())
         self._max_steps = max_steps
@@ -212,7 +210,7 @@ class Server:
             return None
         if not self.started:
             missing = max(0, self.expect - len(membership.waiting))
-            return Waiting(f"{missing} of {self.expect} workers to join", now - self.started_at)
+            return Waiting(f"{missing} of {self.expect} workers to join", max(0.0, now - self.started_at))
         clocks, members = dict(self.clock.workers), dict(membership.active)
         if not members:
             return Waiting("a worker to join, because all have left", now - membership.left_at)
@@ -246,8 +244,11 @@ class Server:
 
     # The state machine
 
-    def open(self, piece_bytes: int | None, now: float) -> None:
-        """Begin to serve. piece_bytes: of a transport that may lose parts of messages, the bytes of such a part."""
+    def open(self, piece_bytes: int | None, now: float, *, session: int) -> None:
+        """Begin to serve. piece_bytes: of a transport that may lose parts of messages, the bytes of such a part.
+
+        session: the number before the first session's. It should be random, so that a restarted server reuses none.
+        """
         values, start = self._aggregator.values, self._resumed_at
         self._lossy = piece_bytes is not None
         if piece_bytes is None:
@@ -255,7 +256,7 @@ class Server:
         else:
             self.replicas = LossyReplicas(self.layout, values, self.codec, start, budget=piece_bytes)
             self._check.shards = True
-        self.membership.started_at = now
+        self.membership.open(now, session)
 
     def receive(self, peer: Peer, parts: Parts, now: float) -> None:
         """Do what a message asks for, or refuse it."""
