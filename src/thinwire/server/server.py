@@ -25,20 +25,21 @@ from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
 from thinwire.server.checkpoint import CheckpointWriter, load_checkpoint
 from thinwire.server.layout import Buffers, Layout, cut_for
-from thinwire.server.membership import Member, Membership, Outgoing
+from thinwire.server.membership import REPORTS_PER_STEP, Member, Membership, Outgoing
 from thinwire.server.protocol import (
     STALENESS,
     HelloCheck,
     Message,
     MessageKind,
     Waiting,
+    check_on_loss,
     check_timeout,
     parse,
     read_figures,
     server_codec,
     with_json,
 )
-from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas, check_on_loss
+from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas
 from thinwire.server.schedule import Request, check_policy
 from thinwire.transport.addresses import listen
 from thinwire.transport.base import Buffer, Listener, Parts, Peer
@@ -383,15 +384,16 @@ class Server:
         return number
 
     def _on_worker_figures(self, member: Member, message: Message, now: float) -> None:
-        """Pass figures on to the owner; beyond the member's allowance they are ignored, because they are logged."""
-        if member.allowance.take(now):
+        """Pass figures on to the owner; those beyond a limit are ignored, because they are logged."""
+        if member.reports.tokens(now) >= 1.0:
+            member.reports.left -= 1.0
             member.figures = read_figures(message, len(self.layout.layers))
             try:
                 self._on_figures(member, member.figures)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 raise MessageError(f"a worker's figures are invalid: {error}") from error
-        elif not member.allowance.warned:
-            member.allowance.warned = True
+        elif not member.warned:
+            member.warned = True
             log.warning("%s reports figures too often: the server ignores some of them", member.label)
 
     # Pushes and progress
@@ -404,14 +406,14 @@ class Server:
         if fresh:
             self._aggregator.keep(member.slot, number, clock, frame)
             if isinstance(frame, ReceivedShards):
-                member.note_arrived(number, clock, frame.arrived, self.bound)
+                member.note_lost(number, clock, frame.lost, self.bound)
         staleness = self._lowest_steps() if self.policy == "stalest" else b""
         ack = Message(MessageKind.ACK, member.session, message.layer, message.part, clock, size, staleness)
         self.membership.send(member, ack)
         if fresh:
             if member.reached > clock:
                 member.steps.append(now)
-                member.allowance.earn()
+                member.reports.left += REPORTS_PER_STEP
                 member.blocking_since = None  # it makes progress, even if it is slower than the others
             self._apply(number, clock)
 

@@ -50,7 +50,7 @@ def _double_apply(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _accepted_pushes_restored(restart: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, accepted, on_loss: restart(self, None, on_loss)
+    return lambda self, accepted, restore: restart(self, None, restore=restore)
 
 
 def _accepted_steps_forgotten(leave: Callable[..., None]) -> Callable[..., None]:
@@ -94,7 +94,7 @@ def _window_not_freed(received: Callable[..., None]) -> Callable[..., None]:
 
 
 def _lost_push_not_restored(report: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, ticket, lost, on_loss: report(self, ticket, frozenset(), on_loss)
+    return lambda self, ticket, lost, restore: report(self, ticket, frozenset(), restore=restore)
 
 
 def _lost_delta_not_repeated(settle: Callable[..., Any]) -> Callable[..., Any]:

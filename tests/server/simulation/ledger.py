@@ -147,8 +147,8 @@ class Ledger:
         for member in active.values():
             pulls = max(len(member.unanswered), len(member.pending), len(member.pool))
             check(pulls <= parts, "the server keeps too many pulls", member.session)
-            arrived = parts * max(4, ahead + 1)
-            check(len(member.arrived) <= arrived, "the server keeps too much of what a worker lost", member.session)
+            lost = parts * max(4, ahead + 1)
+            check(len(member.lost) <= lost, "the server keeps too much of what a worker lost", member.session)
         if server.membership.left == self._seen_left:  # the rest belongs to sessions, and none has ended
             return
         self._seen_left = server.membership.left

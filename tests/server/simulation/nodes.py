@@ -362,7 +362,7 @@ class WorkerNode(Node):
             replica = server.replicas._at[layer, part].get(session.number)
             if replica is None:
                 continue
-            owed = {} if lossy is None else lossy.lost_entries(session.number, layer, part)
+            owed = {} if lossy is None else lossy._lost.get((session.number, (layer, part)), {})
             pieces = session.layout.layers[layer].parts[part]
             for i, (piece, theirs) in enumerate(zip(pieces, replica.values, strict=True)):
                 mine = self.client.parameters.row(piece.parameter).tolist()[piece.begin : piece.end]
