@@ -30,7 +30,7 @@ TOOL_FLOORS = [
     {"observe", "options", "keys"},
     {"events"},
 ]
-LEAVES = {"_lazy", "errors", "files"}  # everybody may import these
+LEAVES = {"_lazy", "errors", "files", "limits"}  # everybody may import these
 ALONE = {"lab", "recipes"}  # rooms of the tools that import nothing but the leaves
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.server.protocol import MessageKind, parse
+from thinwire.server.replicas import LossyReplicas, LostEntries, Replicas
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.transport.addresses import connect, listen
@@ -144,3 +145,14 @@ class Leaky(Connection):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def residual(replicas: Replicas, session: int, layer: int, part: int) -> list[Tensor]:
+    """Return what a worker has not received yet: the server's parameters minus the worker's."""
+    ours, replica = replicas._values[layer][part], replicas._at[layer, part].get(session)
+    return [mine - theirs for mine, theirs in zip(ours, ours if replica is None else replica.values, strict=True)]
+
+
+def lost_entries(replicas: LossyReplicas, session: int, layer: int, part: int) -> LostEntries:
+    """Return the entries of a part in which a worker differs from its replica, until its next delta."""
+    return replicas._lost.get((session, (layer, part)), {})

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.server.serving import lost_entries, residual
 from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits
@@ -41,7 +42,7 @@ def test_a_replica_equals_the_parameters_of_its_worker(events: list[tuple[str, i
             mine = workers.setdefault(who, [torch.zeros(1800)])
             (write_full if answer.full else add_delta)(answer.body, mine)
         for each, values in workers.items():
-            assert torch.equal(model[0] - values[0], replicas.residual(each, 0, 0)[0])
+            assert torch.equal(model[0] - values[0], residual(replicas, each, 0, 0)[0])
 
 
 @settings(max_examples=60)
@@ -71,9 +72,9 @@ def test_lost_entries_are_sent_again_exactly(events: list[tuple[str, int]], seed
 
     def check(may_differ: bool) -> None:
         for each, values in workers.items():
-            lost = replicas.lost_entries(each, 0, 0)
+            lost = lost_entries(replicas, each, 0, 0)
             assert may_differ or not lost
-            for tensor, missing in enumerate(replicas.residual(each, 0, 0)):
+            for tensor, missing in enumerate(residual(replicas, each, 0, 0)):
                 agreed = torch.ones(len(missing), dtype=torch.bool)
                 agreed[lost.get(tensor, torch.tensor([], dtype=torch.int64))] = False
                 assert torch.equal((model[tensor] - values[tensor])[agreed], missing[agreed])

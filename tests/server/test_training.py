@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.server.serving import Threads, accuracy, batch, gradients, serving, small_net, train
+from tests.server.serving import Threads, accuracy, batch, gradients, residual, serving, small_net, train
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import NoFeedback
 from thinwire.codec.selection import TopK
@@ -116,7 +116,7 @@ def test_worker_and_server_differ_by_the_servers_residual() -> None:
             names = dict(workers[member.slot].named_parameters())
             for layer, part in server.layout.places():
                 pieces = server.layout.layers[layer].parts[part]
-                for piece, missing in zip(pieces, server.replicas.residual(member.session, layer, part), strict=True):
+                for piece, missing in zip(pieces, residual(server.replicas, member.session, layer, part), strict=True):
                     mine = dict(model.named_parameters())[piece.parameter].detach().view(-1)[piece.begin : piece.end]
                     theirs = names[piece.parameter].detach().view(-1)[piece.begin : piece.end]
                     assert torch.equal(mine - theirs, missing)

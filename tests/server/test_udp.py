@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.server.serving import Threads, accuracy, gradients, serving, small_net, train
+from tests.server.serving import Threads, accuracy, gradients, lost_entries, residual, serving, small_net, train
 from tests.server.test_training import DENSE, reference, same_bits, sgd
 from tests.transport.lossy_socket import lose
 from thinwire.codec.codec import Codec
@@ -67,8 +67,8 @@ def assert_agreed(server: Server, member: Member, net: nn.Module) -> None:
     own, theirs = dict(server.model.named_parameters()), dict(net.named_parameters())
     for layer, part in server.layout.places():
         pieces = server.layout.layers[layer].parts[part]
-        lost = server.replicas.lost_entries(member.session, layer, part)
-        all_missing = server.replicas.residual(member.session, layer, part)
+        lost = lost_entries(server.replicas, member.session, layer, part)
+        all_missing = residual(server.replicas, member.session, layer, part)
         for tensor, (piece, missing) in enumerate(zip(pieces, all_missing, strict=True)):
             ours = own[piece.parameter].detach().view(-1)[piece.begin : piece.end]
             replica = theirs[piece.parameter].detach().view(-1)[piece.begin : piece.end]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.transport.test_udp import Sides, opened, sides, until
 from thinwire.errors import TransportError
-from thinwire.transport.base import LogLimit
+from thinwire.limits import LogLimit
 from thinwire.transport.udp import endpoints, packet, session
 from thinwire.transport.udp.packet import Envelope, EnvelopeKind, MessageAck, new_keys, pack_end, read_acks
 from thinwire.transport.udp.session import UdpSession

@@ -29,7 +29,7 @@ from thinwire.server.protocol import (
     read_figures,
     with_json,
 )
-from thinwire.server.replicas import LocalParameters, SentShards, check_on_loss
+from thinwire.server.replicas import LocalParameters, SentShards
 from thinwire.server.schedule import Request
 from thinwire.transport.base import Buffer
 from thinwire.transport.udp.recovery import pack_all
@@ -202,11 +202,11 @@ class PushQueue:
         if ticket is not None and place is not None:
             self._tickets[ticket] = place, sent
 
-    def report(self, ticket: int, lost: frozenset[int], on_loss: str) -> None:
+    def report(self, ticket: int, lost: frozenset[int], *, restore: bool) -> None:
         """Add the lost shards of a push to the residual again, or drop them."""
         _, sent = self._tickets.pop(ticket, (None, None))
         if sent is not None and lost:
-            self.restored += sent.give_back(self.codec, lost, restore=check_on_loss(on_loss) == "restore")
+            self.restored += sent.give_back(self.codec, lost, restore=restore)
 
     def acknowledge(self, layer: int, part: int, clock: int, now: float) -> bool:
         """Note that the server has accepted a push; return False if that was known."""
@@ -215,11 +215,11 @@ class PushQueue:
         self._timings.note(self._timings.acks, layer, clock, now)
         return True
 
-    def restart(self, accepted: AcceptedPushes | None, on_loss: str = "restore") -> None:
+    def restart(self, accepted: AcceptedPushes | None, *, restore: bool = True) -> None:
         """Begin a new session: add pushes that the server has not accepted, by part, to the residual again.
 
-        on_loss: what becomes of shards of accepted pushes that were lost. Gradients that still wait to be sent belong
-        to the old session and are dropped.
+        restore: also those shards of accepted pushes that were lost. Gradients that still wait to be sent belong to the
+        old session and are dropped.
         """
         self._gradients.clear()
         layout = self._parameters.last_layout
@@ -232,10 +232,9 @@ class PushQueue:
         for (layer, part, clock), frame in {**dict(self._tickets.values()), **self.unacknowledged}.items():
             number = layout.numbers[layer, part]
             if accepted is not None and clock < accepted.steps[number]:
-                ranges = accepted.shards.get((number, clock))
-                if ranges is not None and isinstance(frame, SentShards):
-                    restore = check_on_loss(on_loss) == "restore"
-                    self.restored += frame.give_back(self.codec, frame.lost(ranges), restore=restore)
+                if isinstance(frame, SentShards):
+                    lost = frame.within(accepted.shards.get((number, clock), []))
+                    self.restored += frame.give_back(self.codec, lost, restore=restore)
                 continue
             if (layer, part, clock) not in self.unacknowledged:  # the server that acknowledged it has lost it
                 continue
@@ -389,8 +388,7 @@ class Client:
 
     def on_report(self, ticket: int, lost: frozenset[int]) -> None:
         """Handle the transport's report on a push in shards."""
-        on_loss = "restore" if self.session is None else str(self.session.tell.get("on_loss", "restore"))
-        self.pushes.report(ticket, lost, on_loss)
+        self.pushes.report(ticket, lost, restore=self.session is None or self.session.restores)
 
     def _send(self, message: Message, now: float) -> None:
         self._spoken = now
@@ -437,7 +435,7 @@ class Client:
 
     def _on_welcome(self, message: Message) -> None:
         session = Session(message.session, message.json, self._model)
-        self.pushes.restart(session.accepted, str(session.tell.get("on_loss", "restore")))
+        self.pushes.restart(session.accepted, restore=session.restores)
         if not self._has_codec:
             self._has_codec, self.pushes.codec = True, session.codec()
         log.info("joined the server as worker %d at step %d", session.slot, session.first)

@@ -6,30 +6,31 @@ here does I/O or reads a clock: `now` (time.monotonic) is passed in, and message
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from thinwire.errors import FrameError, MessageError
+from thinwire.limits import LogLimit, TokenBucket
 from thinwire.server.aggregate import Clock, WorkerClock
 from thinwire.server.protocol import (
     MOST_WORKERS,
     AcceptedPushes,
     Applicant,
-    ArrivedShards,
     Counter,
+    LostShards,
     Message,
     MessageKind,
     with_json,
 )
 from thinwire.server.schedule import Pool, Staleness
-from thinwire.transport.base import Buffer, LogLimit, Peer
+from thinwire.transport.base import Buffer, Peer
 
 log = logging.getLogger("thinwire.server")
 
-T = TypeVar("T")
 CheckHello = Callable[[Message], Applicant]
 # How many departed workers' accepted pushes are remembered, so that a returning one restores only what was lost; and
 # how many integers that may take.
@@ -40,29 +41,8 @@ _UNREPORTED = 4
 _RECENT = 20
 # Seconds without a HELLO after which a worker that waits for the start counts as gone.
 _WAITING_TIMEOUT = 6.0
-
-
 # Reports of figures that a worker may send: at once, in each second, and for each step that it has pushed.
-_REPORTS, _REPORTS_PER_SECOND, _REPORTS_PER_STEP = 100.0, 10.0, 2.0
-
-
-class Allowance:
-    """How many reports of figures a worker may still send. Each one is handled and may be logged."""
-
-    def __init__(self, now: float) -> None:
-        self._left, self._at = _REPORTS, now
-        self.warned = False
-
-    def earn(self) -> None:
-        """Note that the worker has pushed a step."""
-        self._left = min(_REPORTS, self._left + _REPORTS_PER_STEP)
-
-    def take(self, now: float) -> bool:
-        """Return whether the worker may send a report now, and count it."""
-        self._left, self._at = min(_REPORTS, self._left + _REPORTS_PER_SECOND * (now - self._at)), now
-        allowed = self._left >= 1.0
-        self._left -= allowed
-        return allowed
+_REPORTS, _REPORTS_PER_SECOND, REPORTS_PER_STEP = 100.0, 10.0, 2.0
 
 
 @dataclass(kw_only=True)
@@ -77,9 +57,9 @@ class Member(WorkerClock):
     pool: Pool
     heard: float  # when its last message arrived (time.monotonic)
     since: float  # when it joined
-    allowance: Allowance
+    reports: TokenBucket  # of figures, which are handled and may be logged
     accepted_before: AcceptedPushes | None = None  # of its session before, as its WELCOME message said
-    arrived: ArrivedShards = field(default_factory=dict)  # of recent pushes that lost shards
+    lost: LostShards = field(default_factory=dict)  # of recent pushes
     welcome: Message | None = None  # sent again if it repeats its HELLO before anything else
     counter: Counter = field(default_factory=Counter)
     pending: dict[int, tuple[int, bool]] = field(default_factory=dict)  # pulls that wait, by part: step, in full
@@ -90,18 +70,19 @@ class Member(WorkerClock):
     sent: int = 0  # bytes
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     figures: dict[str, Any] = field(default_factory=dict)
+    warned: bool = False  # that it reports figures too often
 
     @property
     def accepted(self) -> AcceptedPushes | None:
         """Which of its pushes are accepted, as its next WELCOME must say."""
         # A worker that never sent anything may not have received its WELCOME, and still needs what that one said.
-        return AcceptedPushes(self.session, self.due, self.arrived) if self.received else self.accepted_before
+        return AcceptedPushes(self.session, self.due, self.lost) if self.received else self.accepted_before
 
-    def note_arrived(self, part: int, clock: int, ranges: list[tuple[int, int]] | None, bound: int | None) -> None:
-        """Note which shards of an accepted push have arrived; None if all have."""
-        self.arrived.pop((part, clock - max(_UNREPORTED, (bound or 0) + 2)), None)
-        if ranges is not None:
-            self.arrived[part, clock] = ranges
+    def note_lost(self, part: int, clock: int, ranges: list[tuple[int, int]], bound: int | None) -> None:
+        """Note which shards of an accepted push were lost."""
+        self.lost.pop((part, clock - max(_UNREPORTED, (bound or 0) + 2)), None)
+        if ranges:
+            self.lost[part, clock] = ranges
 
     @property
     def label(self) -> str:
@@ -132,7 +113,6 @@ class Membership:
     terms: what the WELCOME message tells every worker.
     expect: training begins when so many workers have said HELLO.
     on_leave: called with every member that has left or was evicted; set by the server.
-    session: the number before the first session's. It should be random, so that a restarted server reuses none.
     """
 
     on_leave: Callable[[Member], None]
@@ -146,8 +126,6 @@ class Membership:
         *,
         expect: int,
         stall: float,
-        session: int,
-        now: float,
     ) -> None:
         self._check, self._terms, self.clock, self._layers = check, terms, clock, layers
         self._expect, self._timeout, self._stall = expect, terms["timeout"], stall
@@ -156,12 +134,14 @@ class Membership:
         self.waiting: dict[str, tuple[Peer, Applicant, float]] = {}  # by token, with the time of the last HELLO
         self.accepted: dict[str, AcceptedPushes] = {}  # of workers that have left, by token
         self.joined = self.left = 0
-        self._last_session = session
-        self._refused: dict[Peer, None] = {}  # recently
         self._refusals = LogLimit(log, logging.WARNING)
-        self._stalled: dict[int, None] = {}  # sessions that were ended for lack of progress, recently
-        self.started = False
+        self._stalled: deque[int] = deque(maxlen=MOST_WORKERS)  # sessions that were ended for lack of progress
+        self.started, self.started_at = False, math.inf
+
+    def open(self, now: float, session: int) -> None:
+        """Begin to admit workers, whose sessions are numbered after `session`."""
         self.left_at = self._checked = self.started_at = now
+        self._last_session = session
 
     def find(self, peer: Peer, session: int) -> Member | None:
         """Return the member with this session, if it sends from this peer."""
@@ -236,7 +216,8 @@ class Membership:
         session, slot = self._last_session, self._free_slot(applicant.slot)
         pool = Pool(self._terms["policy"], Staleness.at_start(self._layers, 1), self._terms["window"])
         who = partial(Member, peer=peer, session=session, slot=slot, token=applicant.token, name=applicant.name)
-        member = self.clock.join(session, partial(who, pool=pool, heard=now, since=now, allowance=Allowance(now)))
+        reports = TokenBucket(_REPORTS_PER_SECOND, _REPORTS, now)
+        member = self.clock.join(session, partial(who, pool=pool, heard=now, since=now, reports=reports))
         before = member.accepted_before = self.accepted.pop(member.token, None)
         self.joined += 1
         log.info("%s joins at step %d", member.label, member.first)
@@ -268,7 +249,7 @@ class Membership:
                 evicted.append((member, f"no message of it has arrived for {self._timeout:g} s"))
             elif member.blocking_since is not None and now - member.blocking_since > self._stall:
                 evicted.append((member, f"{stalled} while others wait for it"))
-                _remember(self._stalled, member.session)
+                self._stalled.append(member.session)
         for member, reason in evicted:
             self.evict(member, reason, now)
         longest = max(self._timeout, _WAITING_TIMEOUT)
@@ -297,10 +278,8 @@ class Membership:
     def refuse(self, peer: Peer, member: Member | None, error: MessageError | FrameError, now: float) -> None:
         """Tell a peer what is wrong with its message, and end its session."""
         short = " ".join(str(error).split())[:300]
-        if peer not in self._refused:  # logged once per peer, so that nobody can fill the log
-            _remember(self._refused, peer)
-            sender = "an unknown peer" if member is None else member.label
-            self._refusals.say(now, "the server refuses a message of %s: %s", sender, short)
+        sender = "an unknown peer" if member is None else member.label
+        self._refusals.say(now, "the server refuses a message of %s: %s", sender, short)
         session = member.session if member is not None else 0
         self.send_outside(peer, with_json(MessageKind.REFUSED, session, reason=short))
         if member is not None:
@@ -341,10 +320,3 @@ class Membership:
         for peer, _, _ in self.waiting.values():
             self.send_outside(peer, with_json(MessageKind.STOP, reason=reason))
         return {member.peer for member in self.active.values()}
-
-
-def _remember(recent: dict[T, None], key: T) -> None:
-    """Add a key, and forget the oldest ones beyond the number of workers."""
-    recent[key] = None
-    while len(recent) > MOST_WORKERS:
-        recent.pop(next(iter(recent)))

@@ -107,7 +107,7 @@ class Message:
         if len(self.body) > _MOST_JSON:
             raise MessageError(f"a {self.kind.name} message of {len(self.body)} bytes is too long")
         try:
-            value = json.loads(bytes(self.body), parse_constant=_refuse_constant, parse_float=_finite)
+            value = json.loads(bytes(self.body), parse_constant=_finite, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise MessageError(f"the body of a {self.kind.name} message is not JSON") from error
         if not isinstance(value, dict):
@@ -173,12 +173,8 @@ def field(values: dict[str, Any], name: str, kind: type, least: int | None = Non
     return value
 
 
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
-
-
 def _finite(text: str) -> float:
-    """Read a number; one that is too large for a float, such as 1e999, would become infinite."""
+    """Read a number. NaN is not JSON, and one that is too large for a float, such as 1e999, would become infinite."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} exceeds the range of numbers")
@@ -282,8 +278,15 @@ def check_timeout(seconds: Any) -> float:
     return float(seconds)
 
 
-# Pushes of which only some shards arrived, by part and step: the ranges of shards that did.
-ArrivedShards = dict[tuple[int, int], list[tuple[int, int]]]
+def check_on_loss(name: Any) -> str:
+    """Return what workers do with lost shards of a gradient; ValueError if there is no such choice."""
+    if name not in ("restore", "ignore"):
+        raise ValueError(f'on-loss is "restore" or "ignore", not {str(name)[:100]!r}')
+    return str(name)
+
+
+# Pushes of which some shards were lost, by part and step: the ranges of these shards.
+LostShards = dict[tuple[int, int], list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,7 @@ class AcceptedPushes:
 
     session: int  # 0: of any session
     steps: list[int]  # by part: the pushes of all steps below it
-    shards: ArrivedShards  # of accepted pushes: the transport may not have reported what was lost
+    shards: LostShards  # of accepted pushes: the transport may not have reported what was lost
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain values, for messages and checkpoints."""
@@ -328,12 +331,11 @@ class Session:
         self.number, self.counter = number, Counter()
         self.slot, self.first = field(terms, "slot", int, 0), field(terms, "first", int, 0)
         self.bound: int | None = None if terms.get("bound") is None else field(terms, "bound", int, 0)
-        try:
-            self.timeout = check_timeout(terms.get("timeout"))
-        except ValueError as error:  # heartbeats at any pace that a server names would occupy this worker
-            raise MessageError(f"the server's terms are invalid: {error}") from error
         self.tell: dict[str, Any] = field(terms, "tell", dict)
         try:
+            self.timeout = check_timeout(terms.get("timeout"))  # heartbeats at any pace would occupy this worker
+            # Whether shards of a gradient that were lost are added to the residual again.
+            self.restores = check_on_loss(self.tell.get("on_loss", "restore")) == "restore"
             self.layout = Layout.of(model, field(terms, "cut", int, 0))
             policy = check_policy(field(terms, "policy", str))
         except ValueError as error:

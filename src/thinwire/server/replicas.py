@@ -6,7 +6,7 @@ learns which entries of a delta a worker has lost. With the next delta it sends 
 the worker writes over its own, so that both agree again.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from thinwire.codec.frame import Frame, FrameReader, ShardReader
 from thinwire.errors import FrameError, MessageError, TransportError
 from thinwire.server.layout import Layout, flat, trained
 from thinwire.transport.base import Buffer, Peer
+from thinwire.transport.udp.packet import missing_ranges
 from thinwire.transport.udp.recovery import unpack
 
 # The only shard of a message whose tensors are not finite. It is not a valid shard, and it is sent reliably.
@@ -27,13 +28,6 @@ NON_FINITE = b"\xff" * 4
 Place = tuple[int, int]  # layer and part
 PartValues = Sequence[Sequence[Sequence[Tensor]]]  # by layer, part and piece
 LostEntries = dict[int, Tensor]  # by tensor of a part: positions, ascending
-
-
-def check_on_loss(name: str) -> str:
-    """Return what workers do with lost shards of a gradient; ValueError if there is no such choice."""
-    if name not in ("restore", "ignore"):
-        raise ValueError(f'on-loss is "restore" or "ignore", not {name!r}')
-    return name
 
 
 class ReceivedShards:
@@ -47,8 +41,7 @@ class ReceivedShards:
         self.size, self.reported, self._body = pieces.total, pieces.reported, body
         self.non_finite = any(piece == NON_FINITE for piece in pieces.arrived.values())
         found = [] if self.non_finite else sorted(pieces.arrived.items())
-        # None if all have arrived.
-        self.arrived = _ranges(pieces.arrived) if len(pieces.arrived) < pieces.count else None
+        self.lost = [(lost.start, lost.stop) for lost in missing_ranges(pieces.count, pieces.arrived)]
         self._shards = ShardReader([piece for _, piece in found], numels, exact=exact)
 
     @property
@@ -59,17 +52,6 @@ class ReceivedShards:
     def add_to(self, outs: Sequence[Tensor], weight: float = 1.0) -> None:
         """Add all entries that have arrived."""
         self._shards.add_to(outs, weight)
-
-
-def _ranges(indexes: Iterable[int]) -> list[tuple[int, int]]:
-    """Return whole numbers as ranges: the first of each, and one more than the last."""
-    found: list[tuple[int, int]] = []
-    for index in sorted(indexes):
-        if found and found[-1][1] == index:
-            found[-1] = found[-1][0], index + 1
-        else:
-            found.append((index, index + 1))
-    return found
 
 
 @dataclass
@@ -99,9 +81,9 @@ class SentShards:
         """Bytes of all shards."""
         return sum(map(len, self.shards.values()))
 
-    def lost(self, arrived: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the shards outside of some ranges, without those that were known to be lost."""
-        return [index for index in self.shards if not any(first <= index < end for first, end in arrived)]
+    def within(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the shards within some ranges, without those that were known to be lost."""
+        return [index for index in self.shards if any(first <= index < end for first, end in ranges)]
 
     def give_back(self, codec: Codec, lost: Collection[int] | None = None, *, restore: bool = True) -> float:
         """Add the entries of lost shards (None: of all) to the residual and return the sum of their magnitudes.
@@ -190,12 +172,6 @@ class Replicas:
         """Drop the replica of a worker that has left."""
         for place in self._at:
             self._unfollow(place, session)
-
-    def residual(self, session: int, layer: int, part: int) -> list[Tensor]:
-        """Return what a worker has not received yet: the server's parameters minus the worker's."""
-        replica = self._at[layer, part].get(session)
-        theirs = self._values[layer][part] if replica is None else replica.values
-        return [ours - their for ours, their in zip(self._values[layer][part], theirs, strict=True)]
 
     def _shared(self, layer: int, part: int) -> ReplicaVersion:
         """Return the replica that most workers have, brought up to date, so that a new worker shares their deltas."""
@@ -317,10 +293,6 @@ class LossyReplicas(Replicas):
                     found.setdefault(tensor, []).append(positions)
                 self._lost[session, place] = {n: torch.cat(found[n]).unique() for n in sorted(found)}
         return session, sum(map(len, shards))
-
-    def lost_entries(self, session: int, layer: int, part: int) -> LostEntries:
-        """Return the entries of a part in which a worker differs from its replica, until its next delta."""
-        return self._lost.get((session, (layer, part)), {})
 
     def forget(self, session: int) -> None:
         """Drop the replica of a worker that has left."""

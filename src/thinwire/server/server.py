@@ -25,20 +25,21 @@ from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
 from thinwire.server.checkpoint import CheckpointWriter, load_checkpoint
 from thinwire.server.layout import Buffers, Layout, cut_for
-from thinwire.server.membership import Member, Membership, Outgoing
+from thinwire.server.membership import REPORTS_PER_STEP, Member, Membership, Outgoing
 from thinwire.server.protocol import (
     STALENESS,
     HelloCheck,
     Message,
     MessageKind,
     Waiting,
+    check_on_loss,
     check_timeout,
     parse,
     read_figures,
     server_codec,
     with_json,
 )
-from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas, check_on_loss
+from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas
 from thinwire.server.schedule import Request, check_policy
 from thinwire.transport.addresses import listen
 from thinwire.transport.base import Buffer, Listener, Parts, Peer
@@ -139,8 +140,6 @@ class Server:
             len(self.layout.layers),
             expect=expect,
             stall=stall,
-            session=secrets.randbits(30),
-            now=time.monotonic(),
         )
         self.membership.accepted, self.membership.on_leave = state["accepted"], self._on_leave
         self._on_step, self._on_figures = on_step, on_figures
@@ -155,7 +154,7 @@ class Server:
         self._ended: str | None = None  # why training has ended, once the workers are told
         self.remaining: set[Peer] = set()  # after the end: members that have not confirmed that they know of it
         self.stopped: str | None = None
-        self.applied_at = self.membership.started_at  # when the last step was complete
+        self.applied_at = 0.0  # when the last step was complete
 
     # For its owner
 
@@ -167,7 +166,7 @@ class Server:
         """
         listener = listen(listener) if isinstance(listener, str) else listener
         self._listener = listener
-        self.open(listener.piece_bytes, time.monotonic())
+        self.open(listener.piece_bytes, time.monotonic(), session=secrets.randbits(30))
         listener.on_report = lambda peer, ticket, lost: self.on_report(peer, ticket, lost, time.monotonic())
         listener.on_gap = lambda peer: self.on_gap(peer, time.monotonic())
         self._max_steps = max_steps
@@ -212,7 +211,7 @@ class Server:
             return None
         if not self.started:
             missing = max(0, self.expect - len(membership.waiting))
-            return Waiting(f"{missing} of {self.expect} workers to join", now - self.started_at)
+            return Waiting(f"{missing} of {self.expect} workers to join", max(0.0, now - self.started_at))
         clocks, members = dict(self.clock.workers), dict(membership.active)
         if not members:
             return Waiting("a worker to join, because all have left", now - membership.left_at)
@@ -246,8 +245,11 @@ class Server:
 
     # The state machine
 
-    def open(self, piece_bytes: int | None, now: float) -> None:
-        """Begin to serve. piece_bytes: of a transport that may lose parts of messages, the bytes of such a part."""
+    def open(self, piece_bytes: int | None, now: float, *, session: int) -> None:
+        """Begin to serve. piece_bytes: of a transport that may lose parts of messages, the bytes of such a part.
+
+        session: the number before the first session's. It should be random, so that a restarted server reuses none.
+        """
         values, start = self._aggregator.values, self._resumed_at
         self._lossy = piece_bytes is not None
         if piece_bytes is None:
@@ -255,7 +257,7 @@ class Server:
         else:
             self.replicas = LossyReplicas(self.layout, values, self.codec, start, budget=piece_bytes)
             self._check.shards = True
-        self.membership.started_at = now
+        self.membership.open(now, session)
 
     def receive(self, peer: Peer, parts: Parts, now: float) -> None:
         """Do what a message asks for, or refuse it."""
@@ -382,15 +384,16 @@ class Server:
         return number
 
     def _on_worker_figures(self, member: Member, message: Message, now: float) -> None:
-        """Pass figures on to the owner; beyond the member's allowance they are ignored, because they are logged."""
-        if member.allowance.take(now):
+        """Pass figures on to the owner; those beyond a limit are ignored, because they are logged."""
+        if member.reports.tokens(now) >= 1.0:
+            member.reports.left -= 1.0
             member.figures = read_figures(message, len(self.layout.layers))
             try:
                 self._on_figures(member, member.figures)
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
                 raise MessageError(f"a worker's figures are invalid: {error}") from error
-        elif not member.allowance.warned:
-            member.allowance.warned = True
+        elif not member.warned:
+            member.warned = True
             log.warning("%s reports figures too often: the server ignores some of them", member.label)
 
     # Pushes and progress
@@ -403,14 +406,14 @@ class Server:
         if fresh:
             self._aggregator.keep(member.slot, number, clock, frame)
             if isinstance(frame, ReceivedShards):
-                member.note_arrived(number, clock, frame.arrived, self.bound)
+                member.note_lost(number, clock, frame.lost, self.bound)
         staleness = self._lowest_steps() if self.policy == "stalest" else b""
         ack = Message(MessageKind.ACK, member.session, message.layer, message.part, clock, size, staleness)
         self.membership.send(member, ack)
         if fresh:
             if member.reached > clock:
                 member.steps.append(now)
-                member.allowance.earn()
+                member.reports.left += REPORTS_PER_STEP
                 member.blocking_since = None  # it makes progress, even if it is slower than the others
             self._apply(number, clock)
 

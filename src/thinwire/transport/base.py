@@ -5,7 +5,6 @@ The limits on messages and packets are here, too; they need no library, so that 
 one.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -98,8 +97,6 @@ MTU = 1400
 LARGEST_PACKET = 9216
 # The most messages that one poll returns, so that a peer that never stops sending cannot keep the server in it.
 AT_ONCE = 256
-# How many lines about one subject a log may have in so many seconds.
-_LINES, _LINE_SECONDS = 10, 60.0
 
 
 def views(parts: Sequence[Buffer]) -> list[memoryview]:
@@ -128,26 +125,3 @@ def check_mtu(mtu: int) -> int:
     if not 256 <= mtu <= LARGEST_PACKET:
         raise ValueError(f"--mtu is from 256 to {LARGEST_PACKET} bytes, not {mtu}")
     return mtu
-
-
-class LogLimit:
-    """Logs about one subject with a limit, because a peer must not be able to fill the log.
-
-    After 10 lines within a minute, the others are counted, and the first line of the next minute tells their number.
-    """
-
-    def __init__(self, log: logging.Logger, level: int) -> None:
-        self._log, self._level = log, level
-        self._began, self._lines, self.omitted = -_LINE_SECONDS, 0, 0
-
-    def say(self, now: float, text: str, *arguments: object) -> None:
-        """Log a line, or count it if there were too many."""
-        if now - self._began >= _LINE_SECONDS:
-            if self.omitted:
-                self._log.log(self._level, "%d more lines like the next one were left out", self.omitted)
-            self._began, self._lines, self.omitted = now, 0, 0
-        self._lines += 1
-        if self._lines > _LINES:
-            self.omitted += 1
-        else:
-            self._log.log(self._level, text, *arguments)

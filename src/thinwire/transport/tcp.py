@@ -19,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from thinwire.errors import TransportError
+from thinwire.limits import LogLimit
 from thinwire.transport.base import (
     AT_ONCE,
     LARGEST,
@@ -26,7 +27,6 @@ from thinwire.transport.base import (
     Buffer,
     Connection,
     Listener,
-    LogLimit,
     Parts,
     Peer,
     Side,
@@ -129,6 +129,7 @@ class _ZmqSide(Side[T]):
         for source in (self._socket, self._monitor, self._woken):
             self._poller.register(source, zmq.POLLIN)
         self.watched = False  # whether the last `poll` found something to read from a watched descriptor
+        self._warnings = LogLimit(log, logging.WARNING)
         self.discarded = 0  # messages beyond the limits, or from peers with malformed names
 
     def watch(self, descriptor: int, *, on: bool = True) -> None:
@@ -177,9 +178,7 @@ class _ZmqSide(Side[T]):
                 found.append(message)
                 continue
             self.discarded += 1
-            if self.discarded & (self.discarded - 1) == 0:  # log powers of two, so that a flood does not fill the log
-                size = sum(map(len, frames))
-                log.warning("Discarded a message of %d bytes (%d messages so far)", size, self.discarded)
+            self._warnings.say(time.monotonic(), "Discarded a message of %d bytes", sum(map(len, frames)))
         return found
 
     def _receive_frames(self) -> list[zmq.Frame]:
@@ -275,14 +274,12 @@ class TcpListener(_ZmqSide[tuple[Peer, Parts]], Listener):
         return name.bytes, [part.buffer for part in parts]
 
     def _check_handshakes(self, handshakes: Iterable[tuple[int, int]]) -> None:
-        """Count failed handshakes. The authenticator logs unknown keys itself; a few of the others are logged here."""
+        """Count failed handshakes. The authenticator logs unknown keys itself, the others are logged here."""
         for event, _ in handshakes:
             self.refused += event != zmq.Event.HANDSHAKE_SUCCEEDED
-            strange = event in (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
-            if strange and self.refused & (self.refused - 1) == 0:
-                log.warning(
-                    "Refused a connection without a valid handshake or without the right keys (%d so far)", self.refused
-                )
+            if event in (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL):
+                text = "Refused a connection without a valid handshake or without the right keys"
+                self._warnings.say(time.monotonic(), text)
 
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
         pending = self._pending.get(peer, deque())

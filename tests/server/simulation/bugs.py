@@ -11,6 +11,8 @@ from thinwire.server.membership import Membership
 from thinwire.server.protocol import Counter, MessageKind
 from thinwire.server.replicas import LossyReplicas, Replicas
 from thinwire.server.server import Server
+from thinwire.transport.udp import packet
+from thinwire.transport.udp.session import EnvelopeQueue
 
 Wrap = Callable[..., Callable[..., Any]]
 
@@ -48,7 +50,7 @@ def _double_apply(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _accepted_pushes_restored(restart: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, accepted, on_loss: restart(self, None, on_loss)
+    return lambda self, accepted, restore: restart(self, None, restore=restore)
 
 
 def _accepted_steps_forgotten(leave: Callable[..., None]) -> Callable[..., None]:
@@ -92,7 +94,7 @@ def _window_not_freed(received: Callable[..., None]) -> Callable[..., None]:
 
 
 def _lost_push_not_restored(report: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, ticket, lost, on_loss: report(self, ticket, frozenset(), on_loss)
+    return lambda self, ticket, lost, restore: report(self, ticket, frozenset(), restore=restore)
 
 
 def _lost_delta_not_repeated(settle: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +105,14 @@ def _rejoin_keeps_session(rejoin: Callable[..., None]) -> Callable[..., None]:
     return lambda self, reason, deferred=False: None
 
 
+def _loss_not_acknowledged(missing_ranges: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda count, arrived: ()
+
+
+def _end_marker_forgotten(release: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, number, end_marker: release(self, number, end_marker) if number % 7 else None
+
+
 def _end_told_once(on_late_message: Callable[..., None]) -> Callable[..., None]:
     def silent(self: Server, peer: bytes, message: Any) -> None:
         if message.kind is MessageKind.LEAVE or peer not in self.remaining:
@@ -111,8 +121,8 @@ def _end_told_once(on_late_message: Callable[..., None]) -> Callable[..., None]:
     return silent
 
 
-# By name: the class, its method, and what the bug makes of it.
-BUGS: dict[str, tuple[type, str, Wrap]] = {
+# By name: the class or module, its method, and what the bug makes of it.
+BUGS: dict[str, tuple[Any, str, Wrap]] = {
     "ack-forgotten": (Membership, "send", _ack_forgotten),
     "stale-session-kept": (Membership, "hello", _stale_session_kept),
     "double-apply": (Aggregator, "apply", _double_apply),
@@ -128,6 +138,8 @@ BUGS: dict[str, tuple[type, str, Wrap]] = {
     "lost-push-not-restored": (PushQueue, "report", _lost_push_not_restored),
     "lost-delta-not-repeated": (LossyReplicas, "settle", _lost_delta_not_repeated),
     "rejoin-keeps-session": (Client, "_rejoin", _rejoin_keeps_session),
+    "loss-not-acknowledged": (packet, "missing_ranges", _loss_not_acknowledged),
+    "end-marker-forgotten": (EnvelopeQueue, "release", _end_marker_forgotten),
     "end-told-once": (Server, "_on_late_message", _end_told_once),
 }
 
@@ -148,6 +160,8 @@ RECORDED = {
     "lost-push-not-restored": 12,
     "lost-delta-not-repeated": 52,
     "rejoin-keeps-session": 0,
+    "loss-not-acknowledged": 12,
+    "end-marker-forgotten": 10,
     "end-told-once": 271,
 }
 

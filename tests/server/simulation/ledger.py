@@ -143,6 +143,12 @@ class Ledger:
         pending = server._aggregator._pending
         ahead = 1 if server.clock.bound is None else server.clock.bound + 1
         check(len(pending) <= parts * ahead, "the server keeps too many gradients", len(pending))
+        check(not server.membership.outgoing, "the server keeps messages that it could send")
+        for member in active.values():
+            pulls = max(len(member.unanswered), len(member.pending), len(member.pool))
+            check(pulls <= parts, "the server keeps too many pulls", member.session)
+            lost = parts * max(4, ahead + 1)
+            check(len(member.lost) <= lost, "the server keeps too much of what a worker lost", member.session)
         if server.membership.left == self._seen_left:  # the rest belongs to sessions, and none has ended
             return
         self._seen_left = server.membership.left
@@ -154,8 +160,12 @@ class Ledger:
             check(all(session in active for session, _ in kept), "the server keeps what a former worker lost", name)
         tickets = getattr(server.replicas, "_tickets", {})
         check(all(each[0] in active for each in tickets.values()), "the server keeps tickets of former workers")
-        for member in active.values():
-            check(len(member.unanswered) <= parts, "the server keeps too many pulls", member.session)
+
+    def check_kept(self, server: Server, messages: int) -> None:
+        """The transport keeps no more messages in pieces for a worker than a session and the one before it justify."""
+        ahead = 1 if server.clock.bound is None else server.clock.bound + 1
+        most = 4 * (ahead + 1) * len(server.clock.lowest)
+        check(messages <= most, "the transport keeps too many messages for a worker", messages)
 
     # A worker
 

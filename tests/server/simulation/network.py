@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tests.server.simulation.events import Events
 from thinwire.transport.base import Buffer
+from thinwire.transport.udp.congestion import FairShares
 from thinwire.transport.udp.endpoints import piece_bytes
 from thinwire.transport.udp.packet import KEY_BYTES, Envelope, EnvelopeKind, read_envelope, split_packet
 from thinwire.transport.udp.recovery import pack_all
@@ -67,8 +68,13 @@ class Direction:
 
 @dataclass
 class End:
-    """What a process does with what the network delivers. `handle` calls something when the process runs."""
+    """What a process does with what the network delivers. `handle` calls something when the process runs.
 
+    now: its clock. shares: how a server divides its link among its workers.
+    """
+
+    now: Callable[[], float] = lambda: 0.0
+    shares: FairShares | None = None
     handle: Handle = lambda what, *arguments: None
     receive: Callable[[Parts], None] = lambda parts: None
     report: Callable[[int, frozenset[int]], None] = lambda ticket, lost: None
@@ -126,8 +132,15 @@ class TcpLink:
     def forget(self) -> None:
         """The server's session with the worker is over."""
 
-    def flush(self) -> None:
-        """Both processes have done what they wanted for now."""
+    def worker_flushes(self) -> None:
+        """The worker has done what it wanted for now."""
+
+    def server_flushes(self) -> None:
+        """The server has done what it wanted for now."""
+
+    def kept_messages(self) -> int:
+        """Return how many messages in pieces the server keeps for this worker, in both directions."""
+        return 0
 
     def break_for(self, seconds: float) -> None:
         """Break the connection; it is made again after so many seconds."""
@@ -162,16 +175,17 @@ class UdpSide:
     """One side of a udp session: a real session, whose packets and envelopes the link carries."""
 
     def __init__(self, link: "UdpLink", number: int, keys: bytes, *, server: bool) -> None:
-        self._link, self._server = link, server
-        self.session = session = UdpSession(number, keys, link.events.now, server=server, mtu=_MTU)
+        self._link, self._server, self._end = link, server, link.server if server else link.worker
+        now, shares = self._end.now(), self._end.shares
+        self.session = session = UdpSession(number, keys, now, server=server, mtu=_MTU, shares=shares)
         session.address, session.origin, session.admitted = ("simulated", 1), b"simulated", not server
         self._receiver = PacketReceiver({number: session}, Counter(), server=server)
-        self._timer = 0.0  # when `flush` is called anyway
+        self._timer = 0.0  # when `flush` is called anyway, in the events' time
 
     def on_packet(self, parts: Parts) -> None:
         found = split_packet(bytes(parts[0]))
         if found is not None and self._current:
-            now = self._link.events.now
+            now = self._end.now()
             self._receiver.receive([(found, b"simulated", now)], now)
             self.deliver()
 
@@ -181,14 +195,13 @@ class UdpSide:
         return (self._link.server_side if self._server else self._link.worker_side) is self
 
     def on_envelope(self, envelope: Envelope) -> None:
-        self.session.receive_envelope(envelope, self._link.events.now, reliable=True)
+        self.session.receive_envelope(envelope, self._end.now(), reliable=True)
         self.deliver()
 
     def deliver(self) -> None:
         """Hand over what can be delivered, after the reports that came before it, as the endpoints do."""
-        end = self._link.server if self._server else self._link.worker
-        gaps = self.session.gaps
-        messages, acked = self.session.deliver(self._link.events.now)
+        end, gaps = self._end, self.session.gaps
+        messages, acked = self.session.deliver(end.now())
         for ticket, lost in acked:
             end.report(ticket, lost)
         if self.session.gaps > gaps:
@@ -199,7 +212,7 @@ class UdpSide:
         self.flush()
 
     def send_pieces(self, head: bytes, pieces: Sequence[Buffer]) -> int | None:
-        now, session = self._link.events.now, self.session
+        now, session = self._end.now(), self.session
         if not pieces or not session.can_send(now):
             session.put(EnvelopeKind.WHOLE, [head, pack_all(pieces)], now)
             return None
@@ -209,7 +222,7 @@ class UdpSide:
         """Send what may leave now, and set a timer for the rest."""
         if not self._current:
             return
-        now, session, link = self._link.events.now, self.session, self._link
+        now, session, link = self._end.now(), self.session, self._link
         packets = link.down_packets if self._server else link.up_packets
         while (due := session.next_packets(now, now))[0]:
             for packet in due[0]:
@@ -225,14 +238,14 @@ class UdpSide:
         for packet in control:
             packets.send([packet])
         wait = max(1e-3, min(due[1], pause, session.deadline(now) - now))
-        if wait < 60.0 and not (now < self._timer <= now + wait):
-            self._timer = now + wait
+        present = link.events.now
+        if wait < 60.0 and not (present < self._timer <= present + wait):
+            self._timer = present + wait
             link.events.after(wait, self._on_timer, self._timer)
 
     def _on_timer(self, when: float) -> None:
         if when == self._timer and self._current:
-            end = self._link.server if self._server else self._link.worker
-            end.handle(self.deliver)
+            self._end.handle(self.deliver)
 
 
 class UdpLink(TcpLink):
@@ -304,12 +317,12 @@ class UdpLink(TcpLink):
         if self.worker_side is None:
             self._early.append([bytes(part) for part in parts])
         else:
-            self.worker_side.session.put(EnvelopeKind.PLAIN, [bytes(part) for part in parts], self.events.now)
+            self.worker_side.session.put(EnvelopeKind.PLAIN, [bytes(part) for part in parts], self.worker.now())
 
     def server_sends(self, parts: Sequence[Buffer]) -> bool:
         if self.server_side is None:
             return False
-        self.server_side.session.put(EnvelopeKind.PLAIN, [bytes(part) for part in parts], self.events.now)
+        self.server_side.session.put(EnvelopeKind.PLAIN, [bytes(part) for part in parts], self.server.now())
         return self.connected
 
     def worker_sends_pieces(self, head: bytes, pieces: Sequence[Buffer]) -> int | None:
@@ -329,10 +342,19 @@ class UdpLink(TcpLink):
         if self.server_side is not None:
             self.server_side.session.clear()
 
-    def flush(self) -> None:
-        for side in (self.server_side, self.worker_side):
-            if side is not None:
-                side.flush()
+    def worker_flushes(self) -> None:
+        if self.worker_side is not None:
+            self.worker_side.flush()
+
+    def server_flushes(self) -> None:
+        if self.server_side is not None:
+            self.server_side.flush()
+
+    def kept_messages(self) -> int:
+        if self.server_side is None:
+            return 0
+        session = self.server_side.session
+        return len(session.sender._unacked) + len(session.reassembly.open)
 
     def break_for(self, seconds: float) -> None:
         super().break_for(seconds)

@@ -21,6 +21,7 @@ from thinwire.server.protocol import AcceptedPushes, MessageKind, Session, hello
 from thinwire.server.replicas import LossyReplicas
 from thinwire.server.schedule import Request
 from thinwire.server.server import Server
+from thinwire.transport.udp.congestion import FairShares
 
 # Seconds between two calls of the server's timer.
 _TURN = 0.25
@@ -93,11 +94,10 @@ class ServerNode(Node):
         options = {key: value for key, value in self._options.items() if key not in ("expect", "pieces")}
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         self.server = Server(model, optimizer, reduce="sum", expect=expect, **options)
+        self.shares = FairShares()
         # The same as the optimizer's own step, whose profiling hooks take longer than the rest of a push.
         optimizer.step = partial(plain_step, optimizer)  # type: ignore[method-assign]
-        self.server.membership._last_session = self.events.chance.getrandbits(30)
-        self.server.membership._checked = self.now
-        self.server.open(self._options["pieces"], self.now)
+        self.server.open(self._options["pieces"], self.now, session=self.events.chance.getrandbits(30))
         self.ledger.check_restored(self.server)
         self.ledger.observe(self.server)
         self._step = self.server.clock.step
@@ -112,11 +112,13 @@ class ServerNode(Node):
         for link in self.links.values():
             link.server_restarts()
         self._start(expect)
+        for link in self.links.values():
+            link.server.shares = self.shares
 
     def connect(self, peer: bytes, link: TcpLink) -> None:
         """Accept a worker's connection."""
         self.links[peer] = link
-        link.server.handle = self.handle
+        link.server.handle, link.server.now, link.server.shares = self.handle, lambda: self.now, self.shares
         link.server.receive = partial(self._receive, peer)
         link.server.report = partial(self._report, peer)
         link.server.gap = partial(self._gap, peer)
@@ -166,7 +168,8 @@ class ServerNode(Node):
             elif (link is None or not link.server_sends(out.parts)) and out.session:
                 self.server.on_unreachable(out.session, self.now)
         for link in touched.values():
-            link.flush()
+            link.server_flushes()
+            self.ledger.check_kept(self.server, link.kept_messages())
         self.ledger.check_memory(self.server)
         step = self.server.clock.step
         if step > self._step:
@@ -199,7 +202,8 @@ class WorkerNode(Node):
         self.left = False
         self._session: Session | None = None
         self._observe()
-        link.worker.handle, link.worker.receive, link.worker.report = self.handle, self._receive, self._report
+        link.worker.handle, link.worker.now = self.handle, lambda: self.now
+        link.worker.receive, link.worker.report = self._receive, self._report
         self._turn()
 
     def _observe(self) -> None:
@@ -257,7 +261,7 @@ class WorkerNode(Node):
             else:
                 head = bytes(out.parts[0])
                 self.client.on_ticket(out, self.link.worker_sends_pieces(head, out.shards))
-        self.link.flush()
+        self.link.worker_flushes()
 
     # Training, as `Worker` does it
 
@@ -358,7 +362,7 @@ class WorkerNode(Node):
             replica = server.replicas._at[layer, part].get(session.number)
             if replica is None:
                 continue
-            owed = {} if lossy is None else lossy.lost_entries(session.number, layer, part)
+            owed = {} if lossy is None else lossy._lost.get((session.number, (layer, part)), {})
             pieces = session.layout.layers[layer].parts[part]
             for i, (piece, theirs) in enumerate(zip(pieces, replica.values, strict=True)):
                 mine = self.client.parameters.row(piece.parameter).tolist()[piece.begin : piece.end]

@@ -79,12 +79,15 @@ class BenchLab:
         return records
 
 
-def judge(parts: Iterable[tuple[LinkSettings, Mapping[str, tuple[float, float]]]], unit: str = "") -> int:
+def judge(
+    parts: Iterable[tuple[LinkSettings, Mapping[str, tuple[float, float]]]], unit: str = "", others: Iterable[bool] = ()
+) -> int:
     """Print measured values and their bars for each network; return the exit code 1 if a bar was missed.
 
-    The bars hold without a delay: with one, values are printed and not judged.
+    The bars hold without a delay: with one, values are printed and not judged. others: whether bars that the caller has
+    printed were met.
     """
-    met: list[bool] = []
+    met = list(others)
     for links, bars in parts:
         for what, (measured, bar) in bars.items():
             if links.delayed:

@@ -13,7 +13,7 @@ from thinwire.tools.options import Delays, HostDelay, JsonFile, Loss, Preset, li
 
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
-_SERVER_PARTS = ("phases", "stragglers", "policies")
+_SERVER_PARTS = ("phases", "stragglers", "policies", "trips")
 _FIDELITY_PARTS = ("rates", "seeds", "long", "many", "local", "translate")
 _UDP_PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 
@@ -153,7 +153,7 @@ def server_command(
     seconds: Annotated[float, typer.Option(min=2.0, help="Length of each run with stragglers.")] = 15.0,
     json_file: JsonFile = None,
 ) -> int:
-    """Measure phases, stragglers and scheduling policies of the parameter server on emulated hosts."""
+    """Measure phases, stragglers, scheduling policies and round trips of the parameter server on emulated hosts."""
     from thinwire.tools.bench.server import run
 
     return run(_parts(only, _SERVER_PARTS), workers, link_settings(context, workers + 1), steps, seconds, json_file)

@@ -13,6 +13,7 @@ import socket
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from thinwire.tools.options import by_delay, caption, write_json
 from thinwire.tools.progress import WorkProgress
 from thinwire.transport.addresses import connect, listen
 from thinwire.transport.udp.congestion import BURST
-from thinwire.transport.udp.packet import new_keys
+from thinwire.transport.udp.packet import new_keys, split_packet
 from thinwire.transport.udp.recovery import OutgoingMessage, unpack
 from thinwire.transport.udp.session import UdpSession
-from thinwire.transport.udp.socket import SocketThread, open_socket
+from thinwire.transport.udp.socket import PacketReceiver, SocketThread, open_socket
 
 # Each transport runs this often where the loss is at most _LITTLE; with more loss tcp takes minutes.
 _ROUNDS, _LITTLE = 5, 0.05
@@ -173,20 +174,25 @@ def _fuzz(count: int) -> dict[str, Any]:
     """Send forged datagrams to a session with a half received message; return how many had no effect."""
     keys = new_keys()
     theirs, ours = (UdpSession(7, keys, 0.0, server=server, mtu=1400) for server in (False, True))
-    thread = SocketThread(open_socket(socket.AF_INET), lambda: None, server=True)
-    thread.sessions[7] = ours
+    refused: Counter[str] = Counter()
+    receiver = PacketReceiver({7: ours}, refused, server=True)
+
+    def receive(packet: bytes, origin: bytes) -> bool:
+        parts = split_packet(packet)
+        refused["malformed"] += parts is None
+        return parts is not None and receiver.receive([(parts, origin, 0.0)], 0.0)
+
     true = theirs.encryptor.encrypt_all(_native.pack_data(1, 0, 8, b"head", [bytes(400)] * 8, 0.0, 0))
-    thread.inject(true[0], b"theirs", 0.0)
+    receive(true[0], b"theirs")
     chance, changed, began = random.Random(0), 0, time.perf_counter()
     with WorkProgress(f"{count:,} forged datagrams", count) as progress:
         for i in range(count):
-            changed += thread.inject(_forged(i, true, chance), b"others", 0.0)
+            changed += receive(_forged(i, true, chance), b"others")
             kept = ours.reassembly.received == 1 and len(ours.reassembly.open[1].pieces) == 1
             changed += not kept or ours.origin != b"theirs"
             if i % 1000 == 999:
                 progress.reach(i + 1)
-    rejected = dict(thread.rejected + ours.decryptor.rejected)
-    thread.close()
+    rejected = dict(refused + ours.decryptor.rejected)
     seconds = time.perf_counter() - began
     return {"datagrams": count, "harmless": 1.0 - changed / count, "rejected": rejected, "seconds": seconds}
 

@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any
 
 import thinwire
-from thinwire.server.replicas import check_on_loss
+from thinwire.server.protocol import check_on_loss
 from thinwire.tools.events import EventLog, RunLog, read_log
 from thinwire.tools.lab.links import delay_json, delay_note
 from thinwire.tools.lab.units import parse_loss

@@ -22,8 +22,7 @@ from thinwire.codec.feedback import MomentumCorrection
 from thinwire.errors import MessageError, ThinwireError
 from thinwire.server.aggregate import Reduce
 from thinwire.server.membership import Member
-from thinwire.server.protocol import server_codec
-from thinwire.server.replicas import check_on_loss
+from thinwire.server.protocol import check_on_loss, server_codec
 from thinwire.server.schedule import check_policy
 from thinwire.server.server import Mode, Server
 from thinwire.server.worker import Worker

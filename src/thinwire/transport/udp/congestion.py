@@ -8,6 +8,8 @@ docs/server-protocol.md describes the rules. Nothing here reads a clock: `now` i
 from collections import deque
 from typing import NamedTuple
 
+from thinwire.limits import TokenBucket
+
 
 class WindowedMaximum:
     """The largest of the last `count` non-negative values; 0 if there is none yet."""
@@ -20,20 +22,6 @@ class WindowedMaximum:
         """Add a value, and drop the one that leaves the window."""
         self._values.append(value)
         self.value = max(self._values)
-
-
-class TokenBucket:
-    """A token bucket: `rate` bytes a second, of which up to `depth` bytes may be saved."""
-
-    def __init__(self, rate: float, depth: float, now: float) -> None:
-        self.rate, self.depth = rate, depth
-        self.left, self._filled = depth, now  # the bytes that could leave at that time; negative if too many have left
-
-    def tokens(self, now: float) -> float:
-        """Return the bytes that may leave now; negative if too many have left."""
-        self.left = min(self.depth, self.left + (now - self._filled) * self.rate)
-        self._filled = now
-        return self.left
 
 
 # A probe begins above this smoothed loss, unless an earlier probe found that loss to be the link's own; then it begins

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.errors import TransportError
-from thinwire.transport.base import AT_ONCE, MTU, Buffer, Connection, Listener, LogLimit, Parts, Peer, check_mtu
+from thinwire.limits import LogLimit
+from thinwire.transport.base import AT_ONCE, MTU, Buffer, Connection, Listener, Parts, Peer, check_mtu
 from thinwire.transport.tcp import TcpConnection, TcpListener
 from thinwire.transport.udp.congestion import FairShares
 from thinwire.transport.udp.packet import (
@@ -71,14 +72,9 @@ def figures(session: UdpSession) -> dict[str, float]:
     return {
         "datagrams_sent": counts["sent"],
         "datagrams_lost": counts["lost"],
-        "datagrams_received": reassembly.received,
         "datagrams_missing": reassembly.lost,
         "loss_sent": counts["lost"] / max(counts["sent"], 1),
         "loss_received": reassembly.lost / max(reassembly.lost + reassembly.received, 1),
-        "late": reassembly.late,
-        "repeated": reassembly.repeated,
-        "forged": session.decryptor.rejected["forged"],
-        "replayed": session.decryptor.rejected["replayed"],
         "rate": pacer.rate,
         "round_trip": pacer.rtt,
     }

@@ -216,14 +216,13 @@ class Reassembly:
         self.loss_timer = LossTimer()
         self._span = -1
         self._least: list[float] = []  # the least one-way delay, by two clocks, in each of the last three spans
-        self.received = self.late = self.repeated = self.lost = 0
+        self.received = self.repeated = self.lost = 0
         self._bytes = 0  # of the pieces of all open messages
 
     def add(self, group: PacketGroup, now: float) -> bool:
         """Add packets of one message; return whether the message is complete now."""
         message, count, head, pieces, repeated, flight, first, last = group
         if message in self.closed:
-            self.late += len(pieces)
             ended = self.closed[message]
             if ended is not None:
                 self.loss_timer.on_delay(now - ended)

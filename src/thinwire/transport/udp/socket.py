@@ -280,13 +280,6 @@ class SocketThread(threading.Thread):
                 self.rejected.update(truncated=truncated, foreign=foreign)
         return news
 
-    def inject(self, packet: bytes, origin: bytes, stamp: float) -> bool:
-        """Receive a packet as if it had been read from the socket; for tests and benchmarks."""
-        parts = _native.split_datagram(packet, PREFIX, OVERHEAD)
-        if parts is None:
-            self.rejected["truncated" if len(packet) < OVERHEAD else "foreign"] += 1
-        return parts is not None and self._receiver.receive([(parts, origin, stamp)], time.monotonic())
-
     def time_to_deadline(self) -> float:
         """Return the seconds until the owner must look after a session even if nothing arrives."""
         now = time.monotonic()
