@@ -35,6 +35,8 @@ OPTIONS = {
     "bench ddp": "--workers --preset --rate --delay --host-delay --loss --methods --batch --steps --rounds --warmup "
     "--json",
     "bench fsdp": "--machines --ranks --rate --methods --recipe --batch --steps --rounds --warmup --json",
+    "bench local": "--workers --rates --delay --only --methods --recipe --batch --base --seconds --slower --rounds "
+    "--turns --json",
     "bench advice": "--workers --rates --delay --methods --batch --steps --rounds --json",
     "bench server": "--workers --preset --rate --delay --host-delay --loss --only --steps --seconds --json",
     "bench udp": "--only --preset --rate --delay --host-delay --loss --steps --seconds --fuzzed --json",
