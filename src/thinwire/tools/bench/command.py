@@ -121,7 +121,7 @@ def local_command(
     ] = (1.0),
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of a round by time.")] = 10.0,
     slower: Annotated[float, typer.Option(min=1.0, help="How many times slower the last host is.")] = 3.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of steps measured in each turn, after one.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that are measured in each turn, after two others.")] = 2,
     turns: Annotated[int, typer.Option(min=1, help="Turns in which every method is measured once.")] = 3,
     json_file: JsonFile = None,
 ) -> int:

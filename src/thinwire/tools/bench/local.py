@@ -34,6 +34,7 @@ from thinwire.tune.presets import LOCAL
 # Times the step without exchange that a step may take, by the rate of the links.
 STEP_BARS = {"50mbit": 1.05, "20mbit": 1.1}
 STRAGGLER_BAR = 1.8  # samples per second of rounds by time, divided by those of rounds that wait for the slow host
+WARM = 2  # rounds before those that are measured: with overlap a fast host waits from its second round on
 INFINITE, BY_TIME, WAITING = "infinite", "rounds by time", "waiting for the slow host"
 
 
@@ -46,7 +47,7 @@ class LocalSettings:
     batch: int = 1
     base: float = 1.0  # seconds that a step takes at least, before its optimizer steps
     turns: int = 3
-    rounds: int = 2  # that are measured in each turn, after one that is not
+    rounds: int = 2  # that are measured in each turn, after WARM others
     seconds: float = 10.0  # of a round by time
     slower: float = 3.0  # times that the last host's base step is longer, in the part `stragglers`
 
@@ -192,9 +193,9 @@ class LocalTrainer:
         return steps
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Train for a round, then measure some; an exchange has just begun at the beginning and at the end of these."""
+        """Return the means of some rounds, at whose beginning and end an exchange has just begun."""
         dist.barrier()
-        self._rounds(1)
+        self._rounds(WARM)
         before, began = interface_bytes("eth0") or (0, 0), time.perf_counter()
         steps = self._rounds(rounds)
         took, after = time.perf_counter() - began, interface_bytes("eth0") or (0, 0)
@@ -207,6 +208,12 @@ class LocalTrainer:
             "samples_per_second": steps * self._batch / took,
             "sent": (after[0] - before[0]) / steps,
         }
+
+
+    def close(self) -> None:
+        """End the exchanges; call it on all ranks."""
+        if self._link is not None:
+            self._link.detach()
 
 
 def main() -> None:
@@ -223,6 +230,8 @@ def main() -> None:
             row = {"rank": dist.get_rank(), "turn": turn, **trainer.measure(settings.rounds)}
             print("ROW " + json.dumps(row), flush=True)
     dist.barrier()
+    for trainer in trainers:
+        trainer.close()
     dist.destroy_process_group()
 
 
