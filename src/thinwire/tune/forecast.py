@@ -88,13 +88,17 @@ class Network:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to average gradients: an all-reduce of `width` bytes per element, or a codec of a density and bits."""
+    """A way to average: an all-reduce of `width` bytes per element, or a codec of a density and bits.
+
+    A codec compresses gradients, or where `every` is given the updates of so many steps of the optimizer.
+    """
 
     name: str
     exchange: str = "dense"
     width: int = 0
     density: float = 1.0
     bits: float = 8.0
+    every: int = 0  # steps between two exchanges of updates; 0: gradients are exchanged in every step
 
     @property
     def compressed(self) -> bool:
@@ -155,6 +159,8 @@ class Workload:
         """The times of a setting's codec: measured, or scaled from the times at 1 %."""
         if self.codecs is not None and setting.name in self.codecs:
             return self.codecs[setting.name]
+        if setting.every:  # compressing updates is not known from compressing gradients
+            return CodecTimes(0.0, 0.0, update_bytes(setting, self.elements))
         # Encoding reads all elements and writes the selected entries; decoding reads only these.
         encode = self.encode * (1.0 + _ENTRY * setting.density) / (1.0 + 0.01 * _ENTRY)
         return CodecTimes(encode, self.decode * setting.density / 0.01, frame_bytes(setting, self.elements))
@@ -187,6 +193,11 @@ def frame_bytes(setting: Setting, elements: int) -> float:
     return 64.0 + 1.04 * setting.density * elements * each / 8.0
 
 
+def update_bytes(setting: Setting, elements: int) -> float:
+    """The approximate bytes of an exchange of updates: coordinates, scales of blocks, and vectors in more bits."""
+    return 64.0 + 1.08 * setting.density * elements * setting.bits / 8.0
+
+
 @dataclass(frozen=True)
 class _Stage:
     """A stage of an exchange: seconds of computing, then of a message on this rank's link, then of its way."""
@@ -198,6 +209,8 @@ class _Stage:
 
 def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
     """Forecast a step, whose buckets are under way at the same time, each as soon as it is ready."""
+    if setting.every:
+        return _forecast_update(setting, work, network)
     work = work.together() if setting.compressed else work
     stages = [_stages(setting, work, network, elements) for elements in work.buckets]
     done = _last_done(work.ready, stages, None if setting.compressed else _ALL_REDUCES)
@@ -205,9 +218,25 @@ def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
     return Forecast(setting, work.compute + max(done, 0.0), sent(setting, work, network), alpha)
 
 
+def _forecast_update(setting: Setting, work: Workload, network: Network) -> Forecast:
+    """Forecast a step of updates: the exchange follows the step, or overlaps as many steps as a round has.
+
+    Alpha is 1: what a low-rank projection sends is not a share of the squared norm that is known beforehand.
+    """
+    times = work.times(setting)
+    way = network.gather if setting.exchange == "gather" else network.scatter
+    exchange = way(times.frame) + times.encode + times.decode
+    hidden = setting.every * work.compute if setting.every > 1 else 0.0
+    waited = max(exchange - hidden, 0.0) / setting.every
+    return Forecast(setting, work.compute + waited, sent(setting, work, network), 1.0)
+
+
 def sent(setting: Setting, work: Workload, network: Network) -> float:
     """Bytes that a rank sends in a step to other machines, on average."""
     world = network.world
+    if setting.every:
+        frame = work.times(setting).frame / setting.every
+        return frame * (world - 1) if setting.exchange == "gather" else 2.0 * frame * (world - 1) / world
     if not setting.compressed:
         return 2.0 * setting.width * work.elements * (world - 1) / world
     frame = work.times(setting).frame

@@ -209,7 +209,6 @@ class LocalTrainer:
             "sent": (after[0] - before[0]) / steps,
         }
 
-
     def close(self) -> None:
         """End the exchanges; call it on all ranks."""
         if self._link is not None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.codec.feedback import MomentumCorrection
 from thinwire.exchange.choose import NAMES
-from thinwire.hooks.attach import attach
+from thinwire.hooks.attach import attach, has_second_moments
 from thinwire.link.link import Link
 from thinwire.tune.presets import LOCAL, PRESETS, resolve_codec
 
@@ -68,7 +68,8 @@ def apply_method(
     """Install a method on a model and return its link, if it is one of thinwire's; `name+exchange` sets the exchange.
 
     `on_last_bucket` is called when a backward pass has filled its last bucket. Codecs compress gradients, whatever the
-    optimizer is, except for those in UPDATES, which compress what the optimizer changes.
+    optimizer is, except for those in UPDATES, which compress what the optimizer changes, and for `auto`, which does so
+    with optimizers that divide by second moments.
     """
     if name in BASELINES:
         hook, state = _baseline(model, name)
@@ -79,6 +80,9 @@ def apply_method(
         return None
     codec, _, exchange = name.partition("+")
     options: dict[str, Any] = {"exchange": exchange or None, "on_last_bucket": on_last_bucket}
+    adaptive = codec == "auto" and optimizer is not None and has_second_moments(optimizer)
+    if adaptive:  # it chooses between uncompressed gradients and updates
+        return attach(model, codec, optimizer=optimizer, **options)
     if codec not in UPDATES:
         return attach(model, codec, **options)
     if optimizer is None:

@@ -340,7 +340,7 @@ def training(method: str, recipe: Recipe, *, seed: int, workers: int, lr: float,
         "alone": DenseTraining,
         "gradient": lambda *rest: GradientTraining(what, *rest),
         "update": lambda *rest: UpdateTraining(what, Rounds(), *rest),
-        "local": lambda *rest: UpdateTraining(what or kind, _rounds(kind if what else f"{kind}+overlap"), *rest),
+        "local": lambda *rest: UpdateTraining(what or kind, _local_rounds(kind, what), *rest),
         "diloco": lambda *rest: DiLoCoTraining(int(kind.removeprefix("diloco")), *rest),
         "powersgd": lambda *rest: PowerSGDTraining(int(what), *rest),
         "demo": lambda *rest: DeMoTraining(float(what), *rest),
@@ -351,8 +351,18 @@ def training(method: str, recipe: Recipe, *, seed: int, workers: int, lr: float,
     return makers[family.group()](recipe, seed, 1 if kind == "alone" else workers, lr, steps)
 
 
-def _rounds(kind: str) -> Rounds:
-    """Return the rounds of local16+overlap+nesterov, or of a part of that name."""
-    name, *options = kind.split("+")
+def update_method(method: str) -> tuple[Codec, Rounds] | None:
+    """Return codec and rounds of a method that exchanges updates; None for other methods."""
+    kind, _, what = method.partition(":")
+    if kind == "update":
+        return _codec(what.partition("+")[0]), Rounds()
+    if not kind.startswith("local"):
+        return None
+    return _codec((what or kind).partition("+")[0]), _local_rounds(kind, what)
+
+
+def _local_rounds(kind: str, codec: str) -> Rounds:
+    """Return the rounds of local16+overlap+nesterov, or of a part of that name; a preset without a codec overlaps."""
+    name, *options = (kind if codec else f"{kind}+overlap").split("+")
     overlap = "overlap" in options
     return Rounds(int(name.removeprefix("local")), Nesterov() if "nesterov" in options else SGD(), overlap)
