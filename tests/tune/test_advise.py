@@ -16,8 +16,7 @@ from tests.tune.test_forecast import WORK
 from thinwire.tools import cli
 from thinwire.tools.race.advise import advise, at_rates, crossings, in_buckets, measure, subject_of
 from thinwire.tools.race.measured import fidelity_folder, measured_costs
-from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Network, Setting, TuningPolicy, forecast
-from thinwire.tune.updates import update_settings
+from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Network, Setting, TuningPolicy, forecast, update_settings
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
 

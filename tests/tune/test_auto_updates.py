@@ -14,8 +14,7 @@ from tests.hooks.test_optimizer import adamw, made
 from tests.link import jobs
 from thinwire.link import assembly
 from thinwire.link import autotune_updates as module
-from thinwire.tune.forecast import Network, Workload
-from thinwire.tune.updates import decide_update, settings_for_updates, update_settings
+from thinwire.tune.forecast import Network, Workload, decide_update, settings_for_updates, update_settings
 
 FAST, THIN = 1e13, 1e3  # bits per second: everything is hidden, and nothing is
 

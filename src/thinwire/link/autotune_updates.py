@@ -20,9 +20,8 @@ from thinwire.link.autotune import MEASURED, WARM, probe_network, update_seconds
 from thinwire.link.link import Link
 from thinwire.link.rounds import Rounds
 from thinwire.link.updates import Updates
-from thinwire.tune.forecast import CodecTimes, Network, Workload, update_bytes
+from thinwire.tune.forecast import EVERY, CodecTimes, Network, Workload, decide_update, update_bytes, update_settings
 from thinwire.tune.presets import resolve_codec
-from thinwire.tune.updates import EVERY, decide_update, update_settings
 
 _log = logging.getLogger("thinwire")
 

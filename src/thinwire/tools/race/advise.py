@@ -34,6 +34,7 @@ from thinwire.tune.adaptive import MagnitudeCurve
 from thinwire.tune.forecast import (
     DENSE,
     DENSITIES,
+    EVERY,
     FP16,
     CodecTimes,
     Forecast,
@@ -41,11 +42,12 @@ from thinwire.tune.forecast import (
     Setting,
     TuningPolicy,
     Workload,
+    cheapest_hidden,
     forecast,
     update_bytes,
+    update_settings,
 )
 from thinwire.tune.presets import resolve_codec
-from thinwire.tune.updates import EVERY, cheapest_hidden, update_settings
 
 # Rates over which the predictions are drawn: 1 Mbit/s to 100 Gbit/s.
 LOWEST, HIGHEST = 1e6, 1e11

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.simulate.ranks import update_method
+from thinwire.tools.race.methods import update_method
+from thinwire.tune.forecast import EVERY
 from thinwire.tune.presets import resolve_codec
-from thinwire.tune.updates import EVERY
 
 # Beside this package in a wheel; in a checkout the results themselves.
 _INSTALLED = Path(__file__).parents[1] / "fidelity"

@@ -12,10 +12,15 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection
+from thinwire.codec.low_rank import LowRank
+from thinwire.codec.values import Bits
 from thinwire.exchange.choose import NAMES
 from thinwire.hooks.attach import attach, has_second_moments
 from thinwire.link.link import Link
+from thinwire.link.outer import SGD, Nesterov
+from thinwire.link.rounds import Rounds
 from thinwire.tune.presets import LOCAL, PRESETS, resolve_codec
 
 BASELINES = ("infinite", "dense", "fp16", "powersgd")
@@ -111,3 +116,32 @@ def _one_number(
     assert work is not None
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
     return future
+
+
+# Methods of `thinwire bench fidelity` that exchange updates
+
+
+def update_codec(name: str) -> Codec:
+    """Return the codec of a preset, a density, or lowrank=DENSITY:BITS:MAX_RANK with defaults for the last two."""
+    kind, _, numbers = name.partition("=")
+    if kind != "lowrank":
+        return resolve_codec(name)
+    density, bits, rank, *_ = [*numbers.split(":"), "", ""]
+    return Codec(LowRank(float(density), max_rank=int(rank or 64)), Bits(int(bits or 2)))
+
+
+def update_method(method: str) -> tuple[Codec, Rounds] | None:
+    """Return codec and rounds of a method that exchanges updates; None for other methods."""
+    kind, _, what = method.partition(":")
+    if kind == "update":
+        return update_codec(what.partition("+")[0]), Rounds()
+    if not kind.startswith("local"):
+        return None
+    return update_codec((what or kind).partition("+")[0]), local_rounds(kind, what)
+
+
+def local_rounds(kind: str, codec: str) -> Rounds:
+    """Return the rounds of local16+overlap+nesterov, or of a part of that name; a preset without a codec overlaps."""
+    name, *options = (kind if codec else f"{kind}+overlap").split("+")
+    overlap = "overlap" in options
+    return Rounds(int(name.removeprefix("local")), Nesterov() if "nesterov" in options else SGD(), overlap)

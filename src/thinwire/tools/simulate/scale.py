@@ -18,8 +18,7 @@ from thinwire.tools.race.advise import GOODPUT
 from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.page import megabytes
 from thinwire.tune.cost import Array
-from thinwire.tune.forecast import update_bytes
-from thinwire.tune.updates import EVERY, HIDDEN, update_settings
+from thinwire.tune.forecast import EVERY, HIDDEN, update_bytes, update_settings
 
 # Bytes of headers in every part of a frame that is split: the part's own and those of about ten tensors.
 PART = 350.0
