@@ -198,7 +198,7 @@ def slowest(n: int, spread: float) -> float:
     below = 0.5 * (1.0 + np.vectorize(math.erf)(z / math.sqrt(2.0)))
     times = np.exp(sigma * z - 0.5 * sigma * sigma)
     # The distribution function of the maximum is that of a single time to the n-th power.
-    return float(np.sum(0.5 * (times[1:] + times[:-1]) * np.diff(below**n)))
+    return max(1.0, float(np.sum(0.5 * (times[1:] + times[:-1]) * np.diff(below**n))))  # a sum may round below 1
 
 
 # The fitted parameters, in the order of the columns.
