@@ -14,8 +14,9 @@ from tests.needs import needs
 from tests.tools.report.browser import render
 from tests.tune.test_forecast import WORK
 from thinwire.tools import cli
-from thinwire.tools.race.advise import advise, at_rates, crossings, in_buckets, measure, subject_of, update_times
-from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Network, Setting, TuningPolicy, forecast
+from thinwire.tools.race.advise import advise, at_rates, crossings, in_buckets, measure, subject_of
+from thinwire.tools.race.measured import fidelity_folder, measured_costs
+from thinwire.tune.forecast import DENSE, FP16, SETTINGS, Network, Setting, TuningPolicy, forecast, update_settings
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
 
@@ -60,19 +61,63 @@ def test_a_density_without_measured_training_is_not_recommended() -> None:
     assert "0.001 is predicted to be faster, but the effect on training has not been measured" in found.verdict
 
 
-def test_no_compression_is_recommended_for_adam() -> None:
-    found = advise(SETTINGS, WORK, wire(5e7), optimizer="AdamW")
-    assert found.best.method in ("dense", "fp16")
-    assert "trains worse with AdamW" in found.verdict and "local16" in found.verdict
+def test_updates_are_recommended_for_adam_on_slow_networks_only() -> None:
+    thin, thick = (advise(SETTINGS, WORK, wire(rate), optimizer="AdamW") for rate in (5e7, 1e12))
+    assert thin.best.every and thin.verdict.startswith(f"Compress updates: {thin.best.method} takes")
+    assert f'attach(model, "{thin.best.method}", optimizer=optimizer)' in thin.verdict
+    assert thick.best.method == "dense" and thick.verdict.startswith("Do not compress")
+    for found in (thin, thick):
+        assert "trains worse with AdamW" in found.verdict
+        assert "There is no measurement of what update, local4, local16 and local64 cost in training" in found.verdict
+        assert [row.every for row in found.rows if row.every] == [1, 4, 16, 64]
+    sgd = advise(SETTINGS, WORK, wire(5e7))
+    assert not any(row.every for row in sgd.rows) and "AdamW" not in sgd.verdict
 
 
 def test_local_steps_hide_slow_networks() -> None:
     """The exchange overlaps the next steps: the thinner the network, the more steps it takes to hide it."""
     for rate, hidden, shown in ((1e9, "local4", ""), (1e7, "local64", "local16")):
-        times = update_times(WORK, wire(rate))
+        times = {s.name: forecast(s, WORK, wire(rate)).seconds for s in update_settings(8)}
         assert times["update"] > WORK.compute and times[hidden] == WORK.compute
         assert times["update"] >= times["local4"] >= times["local16"] >= times["local64"]
         assert not shown or times[shown] > WORK.compute
+
+
+def fidelity_run(method: str, loss: float, *, seed: int = 0, steps: int = 1500, lr: float = 8e-3) -> dict[str, object]:
+    run = {"method": method, "lr": lr, "steps": steps, "workers": 4, "seed": seed, "recipe": "gpt"}
+    return {"run": run, "loss": loss, "curve": [[steps / 2, 2.0], [steps, loss]]}
+
+
+def test_costs_in_training_are_those_that_were_measured(tmp_path: Path) -> None:
+    runs = [
+        fidelity_run("dense", 1.0),
+        fidelity_run("dense", 1.2, lr=1e-3),  # not its best rate
+        fidelity_run("update:update", 1.03),
+        fidelity_run("update:update", 9.0, steps=800),  # shorter
+        fidelity_run("local16:lowrank=1:4", 1.5),
+        fidelity_run("local16+overlap:lowrank=1:4", 1.1),
+        fidelity_run("local64:lowrank=0.6:2:256", 1.2, seed=1),  # of another seed than dense training's
+        fidelity_run("local4:lowrank=0.6:2:256", 1.05),
+        fidelity_run("local4:lowrank=0.5:2:256", 1.01),  # not the preset's codec
+    ]
+    for number, run in enumerate(runs):
+        (tmp_path / f"{number}.json").write_text(json.dumps(run))
+    found = measured_costs(tmp_path)
+    losses = {name: round(cost.loss, 6) for name, cost in found.items()}
+    assert losses == {"update": 0.03, "local4": 0.05, "local16": 0.1}
+    assert found["local16"].overlap and not found["local4"].overlap
+    # Dense training went from 2.0 at step 750 to 1.0 at step 1500: it was at 1.1 after 1425 steps.
+    assert found["local16"].more_steps == pytest.approx(1500 / 1425 - 1)
+    said = advise(SETTINGS, WORK, wire(5e7), optimizer="AdamW", costs=found).verdict
+    assert "local16 loss +10.0%, +5% steps to the same loss (1,500 steps, 4 workers, 1 seed)" in said
+    assert "local4* loss +5.0%" in said and "* without overlap" in said
+    assert "There is no measurement of what local64 costs in training" in said
+    assert measured_costs(None) == {}
+
+
+def test_the_committed_runs_can_be_read() -> None:
+    costs = measured_costs(fidelity_folder())
+    assert costs["update"].workers == 4 and -0.05 < costs["update"].loss < 0.1
 
 
 def test_a_gain_within_the_uncertainty_is_not_decided() -> None:

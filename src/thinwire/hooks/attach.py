@@ -21,7 +21,7 @@ from thinwire.hooks import adam
 from thinwire.hooks.ddp import attach_ddp
 from thinwire.hooks.fsdp import attach_fsdp, is_sharded
 from thinwire.hooks.optimizer import attach_optimizer, attach_sharded_optimizer
-from thinwire.link.assembly import LinkOptions, open_local_link
+from thinwire.link.assembly import LinkOptions, dense_is_quick, open_local_link
 from thinwire.link.link import Link
 from thinwire.link.outer import SGD, Nesterov, Outer
 from thinwire.link.rounds import Rounds
@@ -58,9 +58,10 @@ def attach(
         model: a DistributedDataParallel model, one that `fully_shard` shards, or for updates any module; wrappers of
             torch.compile and Fabric are looked through. A plain module gets rank 0's parameters and buffers.
         codec: a density (0.01 sends the largest 1 % in 8 bits), a selection, a `Codec`, the name of a preset
-            ("percentile90", "dgc", "adaptive", ...), or "auto", which measures model and network in the first steps,
-            uses the fastest setting, and changes it when the network changes. By default "topk1" for gradients and
-            "update" for updates.
+            ("percentile90", "dgc", "adaptive", ...), or "auto", which measures model and network in the first steps and
+            uses the fastest setting. For gradients it changes it when the network changes; for updates it takes the
+            fewest local steps that hide the network, and where that is fast, uncompressed gradients. By default
+            "topk1" for gradients and "update" for updates.
         optimizer: the optimizer that trains the model, or several of them.
         domain: "gradient" or "update", if it is not to follow from the optimizer.
         every: steps of the optimizer between two exchanges of updates, or a time such as "30s", in which a slower rank
@@ -86,12 +87,29 @@ def attach(
     given = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     optimizers = tuple(map(_unwrapped_optimizer, given))
     kind, reason = _domain(domain, optimizers)
-    chosen, note = _codec(codec, kind)
-    rounds = _rounds(codec, kind, every, outer, overlap)
-    options = LinkOptions(chosen, exchange, optimizers, scaler, check_every, timeout, kind, rounds)
     inner = _unwrapped(model)
     ranks = _ranks(inner)
-    if mesh is not None or is_sharded(inner):
+    sharded = mesh is not None or is_sharded(inner)
+    auto = kind == "update" and codec == "auto"
+    if auto and (every, overlap, exchange) != (None, None, None):
+        raise ValueError('"auto" chooses every, overlap and the exchange itself: leave them out, or name a preset')
+    if auto and domain is None and isinstance(inner, DistributedDataParallel) and ranks > 1:
+        quick, found = dense_is_quick(inner.module, inner.process_group, timeout)
+        reason = f"{reason}; {found}"
+        if quick:
+            kind, reason, codec, exchange = (
+                "gradient",
+                f"gradients are exchanged uncompressed, because {found}",
+                "dense",
+                "dense",
+            )
+            auto = False
+    chosen, note = _codec(codec, kind, sharded)
+    rounds = _rounds(codec, kind, every, outer, overlap)
+    options = LinkOptions(
+        chosen, exchange, optimizers, scaler, check_every, timeout, kind, rounds, auto and not sharded
+    )
+    if sharded:
         if kind == "update":
             link = attach_sharded_optimizer(model, inner, options, mesh)
         else:
@@ -125,12 +143,15 @@ def _domain(wanted: str | None, optimizers: Sequence[torch.optim.Optimizer]) -> 
     return "update", f"updates are exchanged, because {kind} would normalise away gradients that arrive late"
 
 
-def _codec(given: Codec | Selection | float | str | None, domain: str) -> tuple[Codec | Selection | float | str, str]:
+def _codec(
+    given: Codec | Selection | float | str | None, domain: str, sharded: bool
+) -> tuple[Codec | Selection | float | str, str]:
     """The codec to use, and what the log says about it."""
     if given is None:
         return ("topk1", "") if domain == "gradient" else ("update", "")
     if domain == "update" and given == "auto":
-        return "update", '; "auto" does not tune updates yet and uses the preset "update"'
+        note = '"auto" does not tune the updates of a sharded model' if sharded else '"auto" chooses after a few steps'
+        return "update", f'; {note} and begins with the preset "update"'
     return given, ""
 
 

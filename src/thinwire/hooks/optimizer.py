@@ -7,6 +7,7 @@ arithmetic.
 """
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from thinwire.hooks.buffers import BufferMean, without_broadcasts
 from thinwire.hooks.ddp import DDPHook, keep_local
 from thinwire.hooks.fsdp import ShardedModel, open_sharded_link
 from thinwire.link.assembly import LinkOptions, open_link, open_local_link
+from thinwire.link.autotune_updates import UpdateTuner
 from thinwire.link.link import Link
 from thinwire.link.rounds import Pace
 from thinwire.link.shards import local_part, shared_like
@@ -61,7 +63,8 @@ def attach_optimizer(
     if local is not None:
         hook.on_release(lambda: local.release(link))
         local.link, local.local, local.on_last_bucket = link, True, on_last_bucket
-    quiet = ddp is not None and ddp.broadcast_buffers and not options.rounds.single
+    rounds = not options.rounds.single or options.tune_updates  # of several steps, now or later
+    quiet = ddp is not None and ddp.broadcast_buffers and rounds
     if ddp is not None and quiet:
         hook.on_release(without_broadcasts(ddp))
     if ddp is None or quiet:
@@ -69,6 +72,8 @@ def attach_optimizer(
     if options.rounds.seconds:
         hook.pace = link.collective(lambda channel: Pace(options.rounds.seconds, channel))
     link.set_hook(lambda _: hook.remove(), updates=hook.updates)
+    if options.tune_updates:
+        hook.tuner = UpdateTuner(link, hook.updates)
     return link
 
 
@@ -151,6 +156,7 @@ class OptimizerHook:
         self.updates = updates
         self.buffers: BufferMean | None = None  # averages buffers, where DDP does not broadcast them
         self.pace: Pace | None = None  # ends rounds by time
+        self.tuner: UpdateTuner | None = None  # chooses the rounds, under "auto"
         self._samples = 0  # that this step's forward passes have seen
         self.before_writing: Callable[[], None] = lambda: None  # called before parameters change for a forward pass
         self._link, self._module = link, module
@@ -313,8 +319,11 @@ class OptimizerHook:
             # While another rank or the network is late, this rank goes on computing.
             ended = pace.over() and not updates.waits
         if ended:
+            began = time.perf_counter()
             self._finish(index)
             self._exchange(index)
+            if self.tuner is not None and index == 0:
+                self.tuner.end_step(time.perf_counter() - began)
 
     def _exchange(self, index: int) -> None:
         """Exchange what an optimizer changed in a round, in the link's thread if that overlaps the next round."""

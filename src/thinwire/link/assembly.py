@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import thinwire
 from thinwire.codec.codec import Codec
@@ -25,7 +25,7 @@ from thinwire.exchange.gather import Gather
 from thinwire.exchange.hierarchical import Hierarchical
 from thinwire.exchange.low_rank import LowRankMean
 from thinwire.exchange.scatter_reduce import ScatterReduce
-from thinwire.link.autotune import FIRST, AdaptiveAgreement, Autotuner
+from thinwire.link.autotune import FIRST, QUICK, AdaptiveAgreement, Autotuner, probe_network
 from thinwire.link.link import Link
 from thinwire.link.rescale import ResidualUnits
 from thinwire.link.rounds import Rounds
@@ -49,6 +49,7 @@ class LinkOptions:
     timeout: float | None = None
     domain: str = "gradient"
     rounds: Rounds = field(default_factory=Rounds)
+    tune_updates: bool = False  # "auto" for updates: `codec` is that of the first steps
 
     def __post_init__(self) -> None:
         if self.check_every < 0 or (self.timeout is not None and self.timeout <= 0):
@@ -123,6 +124,26 @@ def open_link(
         width = max((p.element_size() for p in parameters.values()), default=4)
         link.tuner = Autotuner(link, channel, sizes, groups, width=width)
     return link, prepared
+
+
+def dense_is_quick(model: nn.Module, group: dist.ProcessGroup, timeout: float | None) -> tuple[bool, str]:
+    """Whether the ranks' network carries all gradients uncompressed in no time; and a clause that says so."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    groups = OwnGroups(group, device, timeout)
+    try:
+        described = {"version": thinwire.__version__, "parameters": _shapes(parameters), "codec": '"auto"'}
+        agreed(groups.all, lambda: None, lambda made: described)
+        elements = sum(p.numel() for p in parameters.values())
+        network = probe_network(groups.all, elements)
+    finally:
+        groups.close()
+    seconds = network.reduce(float(sum(p.numel() * p.element_size() for p in parameters.values())))
+    return seconds < QUICK, f"an all-reduce of all gradients takes {1e3 * seconds:.0f} ms at {network}"
+
+
+def _shapes(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    return [[name, str(list(p.shape)), str(p.dtype)] for name, p in parameters.items()]
 
 
 def open_local_link(parameters: Mapping[str, Tensor], options: LinkOptions) -> Link:
@@ -214,11 +235,12 @@ def _description(
 
     return {
         "version": thinwire.__version__,
-        "parameters": [[name, str(list(p.shape)), str(p.dtype)] for name, p in parameters.items()],
+        "parameters": _shapes(parameters),
         "codec": without_addresses(parts.codec),
         "exchange": without_addresses(parts.exchange),
         "check_every": options.check_every,
         "domain": options.domain,
         "rounds": repr(options.rounds),
+        "auto": options.auto or options.tune_updates,
         "optimizers": _owners(owned, options) if options.domain == "update" else [],
     }

@@ -21,10 +21,12 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import Vector
 from thinwire.codec.frame import FrameReader
 from thinwire.codec.selection import NativeGroup, TopK, TorchGroup
-from thinwire.exchange.base import Groups
-from thinwire.exchange.channel import Channel, gather_json, share
+from thinwire.exchange.base import Bucket, Groups
+from thinwire.exchange.channel import Channel, LocalChannel, gather_json, share
 from thinwire.exchange.choose import NAMES, choose_doubling
+from thinwire.exchange.gather import Gather
 from thinwire.exchange.hierarchical import Hierarchical, tiers
+from thinwire.exchange.low_rank import LowRankMean
 from thinwire.link.link import Link
 from thinwire.link.stats import Counters
 from thinwire.tune.adaptive import Adaptive, MagnitudeCurve
@@ -176,6 +178,17 @@ def codec_seconds(codec: Codec, gradients: Mapping[str, Tensor]) -> tuple[float,
     zeroed = time.perf_counter()
     FrameReader(frame, [out.numel() for out in outs]).add_to(outs)
     return encoded - began, time.perf_counter() - zeroed
+
+
+def update_seconds(codec: Codec, tensors: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Seconds to compress updates of these tensors, and to decode them, with a codec of low-rank projections."""
+    fresh, exchange = codec.copy(), LowRankMean(Gather(), {name: t.shape for name, t in tensors.items()})
+    exchange.setup(LocalChannel(), fresh, {name: t.numel() for name, t in tensors.items()}, lambda members: [])
+    flat = {name: t.detach().reshape(-1).float().cpu() for name, t in tensors.items()}
+    outs = [torch.empty(t.numel()) for t in flat.values()]
+    for step in range(2):  # the first one allocates
+        outcome = exchange.mean(Bucket(flat, outs, step, frozenset()))
+    return outcome.compress, outcome.decode
 
 
 def conversion_seconds(elements: int) -> float:

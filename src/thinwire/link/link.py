@@ -57,6 +57,9 @@ class UpdateState(Protocol):
     def check(self, state: Any, strict: bool) -> None:
         """ValueError unless a state fits; if `strict` is false, it may lack parameters."""
 
+    def adopt_setting(self, state: Mapping[str, Any]) -> None:
+        """Continue with the setting that a tuner had chosen when the state was saved."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that was checked."""
 
@@ -535,8 +538,10 @@ class Link:
         fitting = fit_shards(state, self._shards)
         known = fitting if strict else without_unknown(fitting, self._parameters)
         mine = load_link_state(known, channel.rank, channel.world, self.exchange.weight(), self._parameters)
-        before = self.exchange.state_dict(), self._units.state_dict()
         self._check_domain(mine, strict)
+        if self._updates is not None:
+            self._updates.adopt_setting(mine["updates"])
+        before = self.exchange.state_dict(), self._units.state_dict()
         try:
             self.exchange.load_state_dict(mine["exchange"].get(repr(self.exchange), {}))
             self._units.load_state_dict(mine["units"])

@@ -63,6 +63,8 @@ class Updates:
         self._outer: dict[str, dict[str, Tensor]] = {name: {} for name in self.shared}
         self._aside: dict[str, Tensor] = {}  # local views during an evaluation
         self._under_way: dict[int, tuple[list[Job], Pending]] = {}  # exchanges by optimizer
+        self.setting = ""  # the preset that "auto" has chosen, if it chooses
+        self.use: Callable[[str], None] = lambda name: None  # under "auto": continues with a preset, or chooses anew
         self.weight = 1.0  # of this rank's changes in the mean of all ranks
         self._codec = codec
         self._decay = _decay_of(codec.feedback)
@@ -305,6 +307,7 @@ class Updates:
             "starts": {n: self._starts.get(n, self._start(n)).clone() for n in self.shared if n in self.ahead},
         }
         return {
+            **({"setting": self.setting} if self.setting else {}),
             "shared": {name: t.clone() for name, t in self.shared.items()},
             "clocks": list(self.clocks),
             "round": rounds,
@@ -314,7 +317,8 @@ class Updates:
 
     def check(self, state: Any, strict: bool) -> None:
         """ValueError unless a state fits these parameters and optimizers; if `strict` is false, it may lack some."""
-        if not isinstance(state, Mapping) or set(state) != {"shared", "clocks", "round", "outer", "optimizers"}:
+        fields = {"shared", "clocks", "round", "outer", "optimizers"}
+        if not isinstance(state, Mapping) or set(state) - {"setting"} != fields:
             raise ValueError("the state of the updates lacks its shared parameters, clocks, round or optimizers")
         shared, clocks, optimizers = state["shared"], state["clocks"], state["optimizers"]
         if not isinstance(shared, Mapping) or (
@@ -336,6 +340,10 @@ class Updates:
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.dim():
                     _check_tensor(f"{name}: the optimizer's {key}", value, numel)
+
+    def adopt_setting(self, state: Mapping[str, Any]) -> None:
+        """Under "auto": continue with the preset that a state was saved with, before the rest of it is loaded."""
+        self.use(str(state.get("setting", "")))
 
     def _check_round(self, state: Any) -> None:
         fields = {"taken", "stepped", "local", "starts"}

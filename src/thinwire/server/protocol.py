@@ -215,11 +215,14 @@ class Applicant:
     slot: int | None  # the slot that it asks for
 
 
-def hello_of(model: nn.Module, recipe: str, slot: int | None, name: str | None) -> dict[str, Any]:
+def hello_of(
+    model: nn.Module, recipe: str, slot: int | None, name: str | None, domain: str = "gradient"
+) -> dict[str, Any]:
     """Return the body of a HELLO message: what the server must know of a worker to admit it."""
     return {
         "token": secrets.token_hex(8),
         "recipe": recipe,
+        "domain": domain,
         "version": thinwire.__version__,
         "parameters": [[name, list(p.shape)] for name, p in trained(model).items()],
         "buffers": Buffers(model).shapes,
@@ -229,11 +232,14 @@ def hello_of(model: nn.Module, recipe: str, slot: int | None, name: str | None) 
     }
 
 
-class HelloCheck:
-    """Checks that a worker's thinwire version, recipe, transport and model are the server's."""
+_DOMAINS = "workers with an optimizer of their own push updates to a server that was made without one"
 
-    def __init__(self, recipe: str, model: nn.Module) -> None:
-        self._ours = hello_of(model, recipe, None, None)
+
+class HelloCheck:
+    """Checks that a worker's thinwire version, recipe, domain, transport and model are the server's."""
+
+    def __init__(self, recipe: str, model: nn.Module, domain: str = "gradient") -> None:
+        self._ours = hello_of(model, recipe, None, None, domain)
         self.shards = False  # whether the transport sends messages in shards, any of which may be lost
 
     def applicant(self, message: Message) -> Applicant:
@@ -244,6 +250,8 @@ class HelloCheck:
             raise MessageError(f"the worker runs thinwire {version}, the server {ours['version']}")
         if recipe != ours["recipe"]:
             raise MessageError(f"the worker trains the recipe {recipe!r}, the server {ours['recipe']!r}")
+        if (domain := field(hello, "domain", str)[:256]) != ours["domain"]:
+            raise MessageError(f"the worker pushes {domain}s and the server takes {ours['domain']}s ({_DOMAINS})")
         if (hello.get("shards") is True) != self.shards:
             raise MessageError("server and worker must use the same --transport, and one of them uses udp")
         if not 8 <= len(token) <= 64:

@@ -24,7 +24,7 @@ from thinwire.codec.selection import Selection
 from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
 from thinwire.server.checkpoint import CheckpointWriter, load_checkpoint
-from thinwire.server.layout import Buffers, Layout, cut_for
+from thinwire.server.layout import Buffers, Layout, cut_for, trained
 from thinwire.server.membership import REPORTS_PER_STEP, Member, Membership, Outgoing
 from thinwire.server.protocol import (
     STALENESS,
@@ -63,6 +63,10 @@ _ASSUMED_BYTES = 1 << 18
 class Server:
     """Trains a model with the gradients of workers that may join and leave at any time.
 
+    optimizer: steps on the gradients. None: workers have optimizers of their own (`Worker(..., optimizer=...)`), and
+        the server adds the mean of what these changed.
+    domain: "update" if workers push what their optimizers changed, and `optimizer` is an outer one that takes it as its
+        gradient; by default that is so if there is no optimizer.
     mode: "bsp" (bulk-synchronous: all workers step together), "ssp" (stale-synchronous: the fastest worker is at most
         `bound` steps ahead of the slowest) or "async" (every gradient is applied when it arrives).
     codec: how changes of the model are sent to the workers: a codec, preset or density; None sends parameters in full.
@@ -84,8 +88,9 @@ class Server:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
+        domain: Literal["gradient", "update"] | None = None,
         mode: Mode = "bsp",
         bound: int = 3,
         codec: Codec | Selection | float | str | None = 0.01,
@@ -107,10 +112,15 @@ class Server:
     ) -> None:
         if mode not in ("bsp", "ssp", "async"):
             raise ValueError(f'mode is "bsp", "ssp" or "async", not {mode!r}')
+        if domain not in (None, "gradient", "update") or (domain == "gradient" and optimizer is None):
+            raise ValueError(f'domain is "update", or with an optimizer "gradient", not {domain!r}')
         check_policy(policy)
         check_timeout(timeout)
         if expect < 1 or save_every < 1:
             raise ValueError(f"expect and save_every count from 1, not {expect} and {save_every}")
+        self.domain = domain if domain is not None else "update" if optimizer is None else "gradient"
+        if optimizer is None:  # subtracts what it gets: changes are pushed as start - end
+            optimizer = torch.optim.SGD(trained(model).values(), lr=1.0)
         self.model, self.optimizer, self.mode = model, optimizer, mode
         self.policy, self.expect = policy, expect
         # To send every entry is to send the parameters in full.
@@ -132,7 +142,7 @@ class Server:
         self.clock = Clock[Member](len(self.layout.numbers), self.bound, self._resumed_at, phased=phased)
         terms: dict[str, Any] = {"tell": {**(tell or {}), "on_loss": check_on_loss(on_loss)}, "timeout": timeout}
         terms |= {"bound": self.bound, "policy": policy, "window": window, "cut": self.layout.cut}
-        self._check = HelloCheck(recipe, model)
+        self._check = HelloCheck(recipe, model, self.domain)
         self.membership = Membership(
             self._check.applicant,
             terms,

@@ -6,15 +6,17 @@ Gradients are pushed as the backward pass computes them. The next forward pass w
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
+from thinwire.codec.feedback import first_not_finite
 from thinwire.errors import ServerError, ThinwireError
 from thinwire.server.client import HELLO_EVERY, Client, StepTimes, WorkerTimings
 from thinwire.server.layout import trained
@@ -153,6 +155,47 @@ class ClientThread(threading.Thread):
                 client.on_ticket(out, self.connection.send_pieces(bytes(out.parts[0]), out.shards))
 
 
+class LocalSteps:
+    """Steps of a worker's own optimizer between two pushes."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, every: int) -> None:
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if missing := next((name for name, p in parameters.items() if id(p) not in owned), None):
+            raise ValueError(f"the worker's optimizer does not hold {missing}: give it all parameters of the model")
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every is a number of steps from 1, not {every!r}")
+        self._parameters, self._optimizer, self._every = parameters, optimizer, every
+        self._taken = 0
+        self._starts: dict[str, Tensor] = {}  # the parameters at the beginning of the round
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Step the optimizer, unless a gradient is not finite; return whether the round ends.
+
+        At its end the gradients are what the round has changed, start - end, and the model is as the server knows it.
+        """
+        if not self._taken:
+            self._starts = {name: p.detach().clone() for name, p in self._parameters.items()}
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None and not p.grad.is_sparse]
+        if first_not_finite([gradient.contiguous() for gradient in gradients]) < 0:
+            self._optimizer.step()
+        self._taken += 1
+        for p in self._parameters.values():
+            p.grad = None
+        if self._taken < self._every:
+            return False
+        for name, p in self._parameters.items():
+            start = self._starts.pop(name)
+            p.grad = start - p
+            p.copy_(start)
+        self._taken = 0
+        return True
+
+    def begin(self) -> None:
+        """Give up the present round: the parameters were received anew."""
+        self._taken = 0
+
+
 class Worker:
     """One worker of a parameter server: call `backward()` as usual, then `step()` in place of an optimizer's.
 
@@ -160,6 +203,8 @@ class Worker:
 
     codec: how gradients are sent: a codec, preset or density; None lets the server choose.
     recipe: must be the server's.
+    optimizer: trains this worker's model, and what it has changed in `every` steps is pushed in place of gradients; the
+        server was made without an optimizer. Everything is then pushed and pulled in every `every`-th `step`.
     overlap: push during the backward pass and pull during the next forward pass; p.grad is then removed as soon as it
         is computed. Without overlap `step` does all of that, so that gradients can be clipped before.
     slot: the number that this worker asks for among all workers. name: shown by the server; default: the host's name.
@@ -174,6 +219,8 @@ class Worker:
         model: nn.Module,
         codec: Codec | float | str | None = None,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
+        every: int = 1,
         recipe: str = "",
         overlap: bool = True,
         slot: int | None = None,
@@ -182,13 +229,17 @@ class Worker:
         patience: float = 300.0,
         on_wait: OnWait | None = None,
     ) -> None:
-        self.model, self.overlap = model, overlap
+        self.model, self.overlap = model, overlap and optimizer is None
         self._parameters = trained(model)
+        self._local = LocalSteps(self._parameters, optimizer, every) if optimizer is not None else None
+        if optimizer is None and every != 1:
+            raise ValueError("every counts local steps of the worker's own optimizer: give it as optimizer=")
         self._names = {id(p): name for name, p in self._parameters.items()}
         chosen = None if codec is None else server_codec(codec)
         connection = connect(address, keys=keys) if isinstance(address, str) else address
         try:
-            hello, now = hello_of(model, recipe, slot, name), time.monotonic()
+            domain = "gradient" if self._local is None else "update"
+            hello, now = hello_of(model, recipe, slot, name, domain), time.monotonic()
             self._client = Client(model, chosen, hello, now, piece_bytes=connection.piece_bytes)
         except BaseException:
             connection.close()
@@ -207,7 +258,7 @@ class Worker:
         try:
             self._synchronise()
             self.timings.begin(time.monotonic())
-            if self._session is not None and overlap:
+            if self._session is not None and self.overlap:
                 self._install()
         except BaseException:
             self.close()
@@ -216,8 +267,13 @@ class Worker:
     # For training loops
 
     def step(self) -> None:
-        """Push the gradients that are not pushed yet, and go on to the next step. After the end it does nothing."""
+        """Push the gradients that are not pushed yet, and go on to the next step. After the end it does nothing.
+
+        With an optimizer it steps that one, and pushes at the end of a round what the optimizer has changed.
+        """
         if self.stopped is not None or self._session is None:
+            return
+        if self._local is not None and not self._local.step():
             return
         self.timings.computed(time.monotonic())
         session, layers = self._session, range(len(self._session.layout.layers))
@@ -352,6 +408,8 @@ class Worker:
             if session is None:
                 return
             self._session, self.clock = session, session.first
+            if self._local is not None:
+                self._local.begin()
             self._begin_step()
             self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
             self._thread.submit(partial(self._fetch, session, self.clock))

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from thinwire.codec.low_rank import LowRank
+from thinwire.tune.presets import LOCAL, resolve_codec
+
 
 @dataclass(frozen=True)
 class LinearTime:
@@ -94,13 +97,17 @@ class Network:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to average gradients: an all-reduce of `width` bytes per element, or a codec of a density and bits."""
+    """A way to average: an all-reduce of `width` bytes per element, or a codec of a density and bits.
+
+    A codec compresses gradients, or where `every` is given the updates of so many steps of the optimizer.
+    """
 
     name: str
     exchange: str = "dense"
     width: int = 0
     density: float = 1.0
     bits: float = 8.0
+    every: int = 0  # steps between two exchanges of updates; 0: gradients are exchanged in every step
 
     @property
     def compressed(self) -> bool:
@@ -161,6 +168,8 @@ class Workload:
         """The times of a setting's codec: measured, or scaled from the times at 1 %."""
         if self.codecs is not None and setting.name in self.codecs:
             return self.codecs[setting.name]
+        if setting.every:  # compressing updates is not known from compressing gradients
+            return CodecTimes(0.0, 0.0, update_bytes(setting, self.elements))
         # Encoding reads all elements and writes the selected entries; decoding reads only these.
         encode = self.encode * (1.0 + _ENTRY * setting.density) / (1.0 + 0.01 * _ENTRY)
         return CodecTimes(encode, self.decode * setting.density / 0.01, frame_bytes(setting, self.elements))
@@ -193,6 +202,11 @@ def frame_bytes(setting: Setting, elements: int) -> float:
     return 64.0 + 1.04 * setting.density * elements * each / 8.0
 
 
+def update_bytes(setting: Setting, elements: int) -> float:
+    """The approximate bytes of an exchange of updates: coordinates, scales of blocks, and vectors in more bits."""
+    return 64.0 + 1.08 * setting.density * elements * setting.bits / 8.0
+
+
 @dataclass(frozen=True)
 class _Stage:
     """A stage of an exchange: seconds of computing, then of a message on this rank's link, then of its way."""
@@ -204,6 +218,8 @@ class _Stage:
 
 def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
     """Forecast a step, whose buckets are under way at the same time, each as soon as it is ready."""
+    if setting.every:
+        return _forecast_update(setting, work, network)
     work = work.together() if setting.compressed else work
     stages = [_stages(setting, work, network, elements) for elements in work.buckets]
     done = _last_done(work.ready, stages, None if setting.compressed else _ALL_REDUCES)
@@ -211,9 +227,25 @@ def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
     return Forecast(setting, work.compute + max(done, 0.0), sent(setting, work, network), alpha)
 
 
+def _forecast_update(setting: Setting, work: Workload, network: Network) -> Forecast:
+    """Forecast a step of updates: the exchange follows the step, or overlaps as many steps as a round has.
+
+    Alpha is 1: what a low-rank projection sends is not a share of the squared norm that is known beforehand.
+    """
+    times = work.times(setting)
+    way = network.gather if setting.exchange == "gather" else network.scatter
+    exchange = way(times.frame) + times.encode + times.decode
+    hidden = setting.every * work.compute if setting.every > 1 else 0.0
+    waited = max(exchange - hidden, 0.0) / setting.every
+    return Forecast(setting, work.compute + waited, sent(setting, work, network), 1.0)
+
+
 def sent(setting: Setting, work: Workload, network: Network) -> float:
     """Bytes that a rank sends in a step to other machines, on average."""
     world = network.world
+    if setting.every:
+        frame = work.times(setting).frame / setting.every
+        return frame * (world - 1) if setting.exchange == "gather" else 2.0 * frame * (world - 1) / world
     if not setting.compressed:
         return 2.0 * setting.width * work.elements * (world - 1) / world
     frame = work.times(setting).frame
@@ -355,6 +387,47 @@ def decide(
     if now is not None and policy.cost(best) > (1.0 - policy.margin) * policy.cost(now):
         best = now
     return Decision(best.setting, forecasts, network, best.setting != present)
+
+
+# Updates and local steps. A preset fixes the number of steps between two exchanges and the share of the change that is
+# sent. Fewer steps between exchanges train better per step, and dense gradients best of all.
+
+# A step that is longer by so much, relative to the fastest setting's, still counts as one that hides the network.
+HIDDEN = 0.05
+EVERY = {"update": 1, **LOCAL}  # steps between two exchanges, by preset
+
+
+def update_settings(world: int) -> tuple[Setting, ...]:
+    """Return the presets that exchange updates, in the order of their local steps, as a link of so many ranks would."""
+    exchange = "gather" if world <= 2 else "scatter-reduce"
+    found = []
+    for name, every in EVERY.items():
+        codec = resolve_codec(name)
+        assert isinstance(codec.selection, LowRank)
+        found.append(Setting(name, exchange, density=codec.selection.density, bits=codec.values.bits, every=every))
+    return tuple(found)
+
+
+def settings_for_updates(world: int) -> tuple[Setting, ...]:
+    """Return all settings for optimizers with which compressed gradients train worse, the best training first."""
+    return (DENSE, FP16, *update_settings(world))
+
+
+def cheapest_hidden(found: Sequence[Forecast]) -> Forecast:
+    """Return the first forecast whose step is about as fast as the fastest of all."""
+    least = min(each.seconds for each in found)
+    return next(each for each in found if each.seconds <= (1.0 + HIDDEN) * least)
+
+
+def decide_update(work: Workload, network: Network, settings: Sequence[Setting]) -> tuple[Setting, str]:
+    """Return the setting to use, and one line that says why."""
+    found = [forecast(setting, work, network) for setting in settings]
+    best = cheapest_hidden(found)
+    others = ", ".join(f"{f.setting.name} {1e3 * f.seconds:.0f} ms" for f in found if f is not best)
+    return best.setting, (
+        f"{best.setting.name} at {1e3 * best.seconds:.0f} ms a step is the first that hides the network "
+        f"(computing takes {1e3 * work.compute:.0f} ms; expected: {others}); {network}"
+    )
 
 
 class ChangeDetector:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.needs import needs
-from thinwire.tools.bench import BenchLab, advice, fsdp, judge, server, udp
+from thinwire.tools.bench import BenchLab, advice, fsdp, judge, local, server, udp
 from thinwire.tools.bench import codec as bars
 from thinwire.tools.bench import codec as show
 from thinwire.tools.bench.codec import BARS_FOR, Bar, CodecRow
@@ -139,9 +139,62 @@ def test_bars_are_not_judged_with_a_delay(capsys: pytest.CaptureFixture[str]) ->
     assert delayed == "5ms speed: 0.50x (bar 1.0x without a delay)" and missed == "MISSED speed: 0.50x (bar 1.0x)"
 
 
+def local_records(
+    lab: BenchLab, hosts: int, argv: list[str], *_: object, **__: object
+) -> list[tuple[str, dict[str, Any]]]:
+    """What two turns would measure: local16 takes 4 % longer at 50mbit and 20 % at 20mbit; a slow host is 3x slower."""
+    part, longer = argv[1], {"50mbit": 1.04, "20mbit": 1.2}[str(lab.links.rate)]
+    steps = {"infinite": 1.0, "local16": longer} if part == "steps" else {local.WAITING: 3.0, local.BY_TIME: 1.0}
+    rows = []
+    for name, step in steps.items():
+        for turn, rank in ((turn, rank) for turn in range(2) for rank in range(hosts)):
+            mine = 3.0 if name == local.BY_TIME and rank == hosts - 1 else step
+            figures = {"step": mine, "samples_per_second": 1.0 / mine, "sent": 1e5}
+            rows.append(("ROW", {"name": name, "turn": turn, "rank": rank, **figures}))
+    return rows
+
+
+def test_local_steps_are_judged_with_their_delay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(BenchLab, "run", local_records)
+    file = tmp_path / "local.json"
+    assert run(["bench", "local", "--json", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "met    local16 at 50mbit: step without exchange / step: 0.96x (bar 0.952x)" in said
+    assert "MISSED local16 at 20mbit: step without exchange / step: 0.83x (bar 0.909x)" in said
+    assert "met    samples per second, rounds by time against waiting: 2.50x (bar 1.8x)" in said
+    assert said.splitlines()[-1] == "1 of 3 bars missed."
+    tables = json.loads(file.read_text())["tables"]
+    assert [(t["part"], t["rate"], t["delay"]) for t in tables] == [
+        ("steps", "50mbit", "25ms"),
+        ("stragglers", "50mbit", "25ms"),
+        ("steps", "20mbit", "25ms"),
+    ]
+    assert tables[0]["rows"][1]["ratio"] == pytest.approx(1.04)
+    assert tables[1]["rows"][1]["samples_per_second"] == pytest.approx(3 + 1 / 3)
+    assert run(["bench", "local", "--rates", "50mbit", "--only", "steps"]) == 0
+
+
+@pytest.mark.long
+def test_local_steps_are_measured_in_a_lab() -> None:
+    """Real processes with a small model and hardly any base step; no times are compared."""
+    needs("lab")
+    small = local.LocalSettings("gpt", ("local4",), 1, 0.01, turns=1, rounds=1, seconds=0.3)
+    for part, names in (("steps", ["infinite", "local4"]), ("stragglers", [local.WAITING, local.BY_TIME])):
+        rows = local.measure(part, 2, BenchLab(LinkSettings("200mbit")), small)
+        assert [row.name for row in rows] == names
+        assert all(row.step_ms > 0.0 and row.samples_per_second > 0.0 for row in rows)
+        assert all((row.bytes_sent > 1e4) == (row.name != "infinite") for row in rows)
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
+        (["local", "--methods", "topk1"], "--methods takes presets with local steps, local4, local16, local64"),
+        (["local", "--recipe", "digits"], "--recipe takes gpt or gpt-10m"),
+        (["local", "--only", "speed"], "--only takes steps, stragglers"),
+        (["local", "--rates", "fast"], "the rate 'fast'"),
         (["udp", "--rate", "none"], "leave incast out"),
         (["udp", "--only", "fair", "--rate", "fast"], "the rate 'fast'"),
         (["udp", "--only", "loss", "--loss", "0%,lots"], "the loss 'lots'"),
@@ -189,7 +242,7 @@ def test_a_sharded_step_has_a_bar(
 def test_sharded_steps_send_less_between_machines() -> None:
     needs("lab")
     options = {"recipe": "gpt", "methods": ["infinite", "hsdp", "0.01"], "batch": 1, "steps": 1, "rounds": 1}
-    rows, parameters = fsdp.measure(2, 2, LinkSettings("100mbit"), {**options, "warmup": 2})
+    rows, parameters = fsdp.measure(2, 2, BenchLab(LinkSettings("100mbit")), {**options, "warmup": 2})
     infinite, native, ours = (row.bytes_sent for row in rows)
     assert infinite < 0.01 * native  # what the ranks of a machine exchange does not leave it
     assert 4 * parameters < native < 4.5 * parameters  # each of two ranks sends its half of the gradients

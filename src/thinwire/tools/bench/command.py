@@ -15,6 +15,8 @@ app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True
 
 _SERVER_PARTS = ("phases", "stragglers", "policies", "trips")
 _FIDELITY_PARTS = ("rates", "seeds", "long", "many", "local", "translate")
+_LOCAL_PARTS = ("steps", "stragglers")
+_GPTS = ("gpt", "gpt-10m")
 _UDP_PARTS = ("loss", "fair", "incast", "fuzz", "sender")
 
 Rate = Annotated[str, typer.Option(help="Rate of every link: 500mbit; none leaves it unlimited.")]
@@ -108,10 +110,44 @@ def fsdp_command(
     from thinwire.tools.bench.fsdp import run
 
     names = list(dict.fromkeys(["infinite", *_listed(methods)]))
-    if recipe not in ("gpt", "gpt-10m"):
+    if recipe not in _GPTS:
         raise ValueError(f"--recipe takes gpt or gpt-10m, not {recipe!r}")
     options = {"recipe": recipe, "methods": names, "batch": batch, "steps": steps, "rounds": rounds, "warmup": warmup}
     return run(machines, ranks, link_settings(context, machines), options, json_file)
+
+
+@app.command("local")
+def local_command(
+    workers: Annotated[int, typer.Option(min=2, help="Workers, each on an emulated host.")] = 4,
+    rates: Annotated[str, typer.Option(help="Rates of every link, comma-separated.")] = "50mbit,20mbit",
+    delay: Annotated[str, typer.Option(help="One-way delay between two hosts: 25ms.")] = "25ms",
+    only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(_LOCAL_PARTS)}.")] = ",".join(_LOCAL_PARTS),
+    methods: Annotated[str, typer.Option(help="Presets with local steps, comma-separated.")] = "local16",
+    recipe: Annotated[str, typer.Option(help="The model: gpt or gpt-10m.")] = "gpt-10m",
+    batch: Annotated[int, typer.Option(min=1, help="Samples that a step computes on.")] = 1,
+    base: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that a step takes at least; it sleeps for the rest.")
+    ] = (1.0),
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of a round by time.")] = 10.0,
+    slower: Annotated[float, typer.Option(min=1.0, help="How many times slower the last host is.")] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that are measured in each turn, after two others.")] = 2,
+    turns: Annotated[int, typer.Option(min=1, help="Turns in which every method is measured once.")] = 3,
+    json_file: JsonFile = None,
+) -> int:
+    """Measure steps with and without local steps' exchange, and rounds by time with a slow host, on emulated hosts."""
+    from thinwire.tools.bench.local import LocalSettings, run
+    from thinwire.tools.lab.links import LinkSettings
+    from thinwire.tune.presets import LOCAL
+
+    names = _listed(methods)
+    if not set(names) <= set(LOCAL):
+        raise ValueError(f"--methods takes presets with local steps, {', '.join(LOCAL)}, not {methods!r}")
+    if recipe not in _GPTS:
+        raise ValueError(f"--recipe takes gpt or gpt-10m, not {recipe!r}")
+    links = [LinkSettings(None if rate == "none" else rate, delay) for rate in _listed(rates)]
+    links[0].lab(workers)  # checks its arguments; nothing is built
+    settings = LocalSettings(recipe, tuple(names), batch, max(base, 1e-3), turns, rounds, seconds, slower)
+    return run(_parts(only, _LOCAL_PARTS), workers, links, settings, json_file)
 
 
 @app.command("advice")

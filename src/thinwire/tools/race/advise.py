@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from thinwire.codec.feedback import Vector
 from thinwire.codec.selection import NativeGroup
 from thinwire.errors import RecipeError
 from thinwire.exchange.channel import OwnGroups, gather_json
-from thinwire.link.autotune import codec_seconds, conversion_seconds, probe_network
+from thinwire.link.autotune import codec_seconds, conversion_seconds, probe_network, update_seconds
 from thinwire.tools.lab.units import parse_rates
 from thinwire.tools.observe import describe_machine, now
+from thinwire.tools.race.measured import MODEL, MeasuredCost, fidelity_folder, measured_costs
 from thinwire.tools.recipes import get_recipe
 from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.page import megabytes
@@ -33,6 +34,7 @@ from thinwire.tune.adaptive import MagnitudeCurve
 from thinwire.tune.forecast import (
     DENSE,
     DENSITIES,
+    EVERY,
     FP16,
     CodecTimes,
     Forecast,
@@ -40,9 +42,12 @@ from thinwire.tune.forecast import (
     Setting,
     TuningPolicy,
     Workload,
+    cheapest_hidden,
     forecast,
+    update_bytes,
+    update_settings,
 )
-from thinwire.tune.presets import LOCAL, resolve_codec
+from thinwire.tune.presets import resolve_codec
 
 # Rates over which the predictions are drawn: 1 Mbit/s to 100 Gbit/s.
 LOWEST, HIGHEST = 1e6, 1e11
@@ -65,9 +70,10 @@ class Prediction:
     overhead: float  # communication overhead
     sent: float  # bytes per worker and step
     efficiency: float  # the share of the step that is computing
-    alpha: float  # the share of the gradient's squared norm that is sent
+    alpha: float | None  # the share of the gradient's squared norm that is sent; None where updates are sent
     uncertainty: float  # relative error of the step time
     setting: str  # how to ask for it
+    every: int = 0  # steps between two exchanges of updates; 0: gradients are exchanged in every step
 
     @property
     def time(self) -> str:
@@ -82,6 +88,7 @@ class Advice:
     rows: tuple[Prediction, ...]
     best: Prediction
     verdict: str
+    costs: Mapping[str, MeasuredCost] = field(default_factory=dict)  # measured effects on training, by method
 
     @property
     def compress(self) -> bool:
@@ -108,20 +115,27 @@ def advise(
     probed: bool = False,
     optimizer: str = "",
     policy: TuningPolicy | None = None,
+    costs: Mapping[str, MeasuredCost] | None = None,
 ) -> Advice:
     """Recommend a method among those whose effect on training is known.
 
-    spread: relative variation of the measured computing time. optimizer: its name if it is one of ADAPTIVE.
+    spread: relative variation of the measured computing time. optimizer: its name if it is one of ADAPTIVE, for which
+    presets of updates are considered in place of compressed gradients. costs: what these cost in training.
     """
     policy = policy if policy is not None else TuningPolicy()
     doubt = _PROBED if probed else _RATED
-    rows = tuple(_predicted(found, work, spread, doubt) for found in cheapest(settings, work, network))
+    updates = update_settings(network.world) if optimizer else ()
+    forecasts = cheapest((*settings, *updates), work, network)
+    rows = tuple(_predicted(found, work, spread, doubt) for found in forecasts)
+    if optimizer:
+        usable = [found for found in forecasts if found.setting.every or not found.setting.compressed]
+        return _advise_updates(rows, usable, optimizer, costs if costs is not None else {}, doubt)
     dense = next(row for row in rows if row.method == DENSE.name)
-    known = TRAINED[:2] if optimizer else TRAINED
-    allowed = [row for row in rows if row.method in known and row.alpha >= policy.alpha]
+    allowed = [row for row in rows if row.method in TRAINED and row.alpha is not None and row.alpha >= policy.alpha]
     least = min(row.seconds for row in allowed)
     # Of methods that take about the same time, the one that sends the largest part of the gradient.
-    best = max((row for row in allowed if row.seconds <= 1.03 * least), key=lambda row: (round(row.alpha, 1), row.sent))
+    near = (row for row in allowed if row.seconds <= 1.03 * least)
+    best = max(near, key=lambda row: (round(row.alpha or 0.0, 1), row.sent))
     gain = dense.seconds / best.seconds
     if best is dense or gain < 1.0 / (1.0 - policy.compress_from):
         said = f"Do not compress: dense takes {dense.time} a step, of which {dense.efficiency:.0%} is computing"
@@ -135,34 +149,57 @@ def advise(
     else:
         said = f"Compress: {best.method} takes {best.time} a step where dense takes {dense.time}, {gain:.1f}x as long; "
         said += f"use {'thinwire.' if best.exchange else ''}{best.setting}"
-    times = update_times(work, network) if optimizer else {}
-    return Advice(rows, best, f"{said}.{_caveat(rows, best, optimizer, times)}")
+    return Advice(rows, best, f"{said}.{_caveat(rows, best)}")
 
 
-def update_times(work: Workload, network: Network) -> dict[str, float]:
-    """Return the predicted step time of the presets that exchange low-rank updates, without the time to compress them.
+def _advise_updates(
+    rows: Sequence[Prediction],
+    found: Sequence[Forecast],
+    optimizer: str,
+    costs: Mapping[str, MeasuredCost],
+    doubt: float,
+) -> Advice:
+    """Recommend dense gradients or a preset of updates: the first that hides the network."""
+    by_name = {row.method: row for row in rows}
+    dense = by_name[DENSE.name]
+    best = by_name[cheapest_hidden(found).setting.name]
+    gain = dense.seconds / best.seconds
+    if best.every and best.overhead * (1.0 + doubt) >= dense.overhead * (1.0 - doubt):
+        said = f"Not decided: {best.method} takes {best.time} a step and dense {dense.time}: too close to tell; "
+        said += "compare them with thinwire race"
+        best = dense
+    elif best.every:
+        said = f"Compress updates: {best.method} takes {best.time} a step where dense takes {dense.time}, "
+        said += f"{gain:.1f}x as long; it is the first that hides the network; use thinwire.{best.setting}"
+    else:
+        said = f"Do not compress: dense takes {dense.time} a step, of which {dense.efficiency:.0%} is computing"
+        said += f", and {best.method} takes {best.time}" if best is not dense else ""
+    return Advice(tuple(rows), best, f"{said}. {_training_costs(optimizer, costs)}", dict(costs))
 
-    With local steps the exchange overlaps the next steps, and only what it takes longer than those is waited for.
-    """
-    found = {}
-    for name, every in {"update": 1, **LOCAL}.items():
-        codec = resolve_codec(name)
-        numbers = codec.selection.expected(work.elements, 0)
-        exchange = network.scatter(numbers * codec.values.bits / 8.0)
-        waited = exchange if every == 1 else max(exchange - every * work.compute, 0.0) / every
-        found[name] = work.compute + waited
-    return found
+
+def _training_costs(optimizer: str, costs: Mapping[str, MeasuredCost]) -> str:
+    """Say what was measured of the effect on training, and of which presets nothing was."""
+    said = f"Compressing gradients trains worse with {optimizer}, so that no such method is recommended."
+    late = "" if all(cost.overlap or EVERY[name] == 1 for name, cost in costs.items()) else "; * without overlap"
+    known = ", ".join(f"{name}{_star(name, cost)} {cost}" for name, cost in costs.items())
+    if costs:
+        said += f" What updates cost was measured on {MODEL}, against dense: {known}{late}."
+    unknown = [name for name in EVERY if name not in costs]
+    if unknown:
+        said += f" There is no measurement of what {_and(unknown)} cost{'s' if len(unknown) == 1 else ''} in training"
+        said += ": more local steps train worse per step; measure with thinwire race."
+    return said
 
 
-def _caveat(rows: Sequence[Prediction], best: Prediction, optimizer: str, times: Mapping[str, float]) -> str:
-    if optimizer:
-        shown = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in times.items())
-        return (
-            f" Compressing gradients trains worse with {optimizer}, so that these methods are not recommended: "
-            "thinwire.attach(model, optimizer=optimizer) exchanges updates instead. Predicted steps, without the time "
-            f"to compress: {shown}. Local steps train worse per step (docs/settings.md has what was measured): take "
-            "the first that hides the network, and measure with thinwire race --methods dense,update,local16."
-        )
+def _star(name: str, cost: MeasuredCost) -> str:
+    return "" if cost.overlap or EVERY[name] == 1 else "*"
+
+
+def _and(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _caveat(rows: Sequence[Prediction], best: Prediction) -> str:
     faster = [row.method for row in rows if row.method not in TRAINED and row.seconds < 0.97 * best.seconds]
     if not faster:
         return ""
@@ -180,14 +217,17 @@ def _predicted(found: Forecast, work: Workload, spread: float, doubt: float) -> 
         found.seconds / work.compute - 1.0,
         found.sent,
         work.compute / found.seconds,
-        found.alpha,
+        None if found.setting.every else found.alpha,
         uncertainty,
         how_to(found.setting),
+        found.setting.every,
     )
 
 
 def how_to(setting: Setting) -> str:
     """Return the line of code that asks for a setting."""
+    if setting.every:
+        return f'attach(model, "{setting.name}", optimizer=optimizer)'
     if setting.compressed:
         return f'attach(model, "{setting.name}", exchange="{setting.exchange}")'
     return "DDP without a hook" if setting == DENSE else "model.register_comm_hook(None, fp16_compress_hook)"
@@ -305,9 +345,14 @@ def _step_timer(sync: Callable[[], None]) -> Callable[[Callable[[], object]], fl
 
 
 def measure(
-    subject: Subject, methods: Sequence[str], *, steps: int = 10, sync: Callable[[], None] = lambda: None
+    subject: Subject,
+    methods: Sequence[str],
+    *,
+    updates: Sequence[str] = (),
+    steps: int = 10,
+    sync: Callable[[], None] = lambda: None,
 ) -> ModelFigures:
-    """Time some steps without communication, then each codec on the gradients."""
+    """Time some steps without communication, then each codec on the gradients; `updates` are presets of updates."""
     timed = _step_timer(sync)
     filled: list[tuple[int, float]] = []
     parameters = [p for p in subject.model.parameters() if p.requires_grad]
@@ -336,6 +381,11 @@ def measure(
         codec = resolve_codec(method)
         codecs[method], density = _codec_times(codec, named, sync)
         settings += [Setting(method, e, density=density, bits=codec.values.bits) for e in EXCHANGES]
+    for setting in update_settings(4):
+        if setting.name in updates:
+            sync()
+            size = update_bytes(setting, sum(g.numel() for g in named.values()))
+            codecs[setting.name] = CodecTimes(*update_seconds(resolve_codec(setting.name), named), size)
     work = Workload(compute, buckets, ready, 0.0, 0.0, copying, _alpha(named), codecs)
     return ModelFigures(work, tuple(settings), spread)
 
@@ -447,7 +497,8 @@ class AdviceReport:
     @property
     def settings(self) -> tuple[Setting, ...]:
         """All methods with all exchanges that were considered."""
-        return (DENSE, FP16, *self.figures.settings)
+        updates = update_settings(self.workers) if any(row.every for row in self.advice.rows) else ()
+        return (DENSE, FP16, *self.figures.settings, *updates)
 
     def crossings(self) -> dict[str, float | None]:
         """Return the rate up to which each method is worth it."""
@@ -455,7 +506,7 @@ class AdviceReport:
 
     def rows(self) -> list[Row]:
         """Return the table: one line for each method."""
-        limits = self.crossings()
+        limits, updates = self.crossings(), any(row.every for row in self.advice.rows)
         return [
             {
                 "method": row.method,
@@ -463,12 +514,20 @@ class AdviceReport:
                 "±": f"{row.uncertainty:.0%}",
                 "overhead": f"{row.overhead:+.0%}",
                 "sent": megabytes(row.sent),
-                "alpha": f"{row.alpha:.2f}",
+                # With updates, what counts is their measured effect on training.
+                **({"loss": self._loss(row)} if updates else {"alpha": f"{row.alpha or 0.0:.2f}"}),
                 "exchange": row.exchange.partition("-")[0],
                 "pays up to": "" if row.method == "dense" else _rate(limits[row.method]),
             }
             for row in self.advice.rows
         ]
+
+    def _loss(self, row: Prediction) -> str:
+        """Return what a method costs in loss, as far as it was measured."""
+        cost = self.advice.costs.get(row.method)
+        if cost is None:
+            return "?" if row.every else ""
+        return f"{cost.loss:+.1%}{_star(row.method, cost)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
@@ -483,6 +542,7 @@ class AdviceReport:
             "alpha": {f"{density:g}": alpha for density, alpha in (work.alpha or {}).items()},
             "network": asdict(self.wire.network),
             "methods": [_figures(row) for row in self.advice.rows],
+            "training_costs": {name: asdict(cost) for name, cost in self.advice.costs.items()},
             "crossings": self.crossings(),
             "recommended": self.advice.best.method,
             "compress": self.advice.compress,
@@ -540,13 +600,14 @@ def _rate(rate: float | None) -> str:
 def make_report(subject: Subject, wire: Wire, methods: list[str], command: str) -> AdviceReport:
     """Measure the model and advise; call it on all ranks where the network was probed."""
     threads = torch.get_num_threads()
-    figures = measure(subject, methods, sync=dist.barrier if wire.probed else lambda: None)
+    optimizer = type(subject.optimizer).__name__ if isinstance(subject.optimizer, ADAPTIVE) else ""
+    sync = dist.barrier if wire.probed else lambda: None
+    figures = measure(subject, methods, updates=tuple(EVERY) if optimizer else (), sync=sync)
     if wire.crowded:
         figures = replace(figures, work=replace(figures.work, ready=(0.0,) * len(figures.work.ready)))
     torch.set_num_threads(threads)
     settings = (DENSE, FP16, *figures.settings)
-    optimizer = type(subject.optimizer).__name__ if isinstance(subject.optimizer, ADAPTIVE) else ""
-    advice = advise(
-        settings, figures.work, wire.network, spread=figures.spread, probed=wire.probed, optimizer=optimizer
-    )
+    costs = measured_costs(fidelity_folder()) if optimizer else {}
+    options: dict[str, Any] = {"spread": figures.spread, "probed": wire.probed, "optimizer": optimizer, "costs": costs}
+    advice = advise(settings, figures.work, wire.network, **options)
     return AdviceReport(subject.name, wire.network.world, wire, figures, advice, command)

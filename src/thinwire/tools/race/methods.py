@@ -12,10 +12,15 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection
+from thinwire.codec.low_rank import LowRank
+from thinwire.codec.values import Bits
 from thinwire.exchange.choose import NAMES
-from thinwire.hooks.attach import attach
+from thinwire.hooks.attach import attach, has_second_moments
 from thinwire.link.link import Link
+from thinwire.link.outer import SGD, Nesterov
+from thinwire.link.rounds import Rounds
 from thinwire.tune.presets import LOCAL, PRESETS, resolve_codec
 
 BASELINES = ("infinite", "dense", "fp16", "powersgd")
@@ -68,7 +73,8 @@ def apply_method(
     """Install a method on a model and return its link, if it is one of thinwire's; `name+exchange` sets the exchange.
 
     `on_last_bucket` is called when a backward pass has filled its last bucket. Codecs compress gradients, whatever the
-    optimizer is, except for those in UPDATES, which compress what the optimizer changes.
+    optimizer is, except for those in UPDATES, which compress what the optimizer changes, and for `auto`, which does so
+    with optimizers that divide by second moments.
     """
     if name in BASELINES:
         hook, state = _baseline(model, name)
@@ -79,6 +85,9 @@ def apply_method(
         return None
     codec, _, exchange = name.partition("+")
     options: dict[str, Any] = {"exchange": exchange or None, "on_last_bucket": on_last_bucket}
+    adaptive = codec == "auto" and optimizer is not None and has_second_moments(optimizer)
+    if adaptive:  # it chooses between uncompressed gradients and updates
+        return attach(model, codec, optimizer=optimizer, **options)
     if codec not in UPDATES:
         return attach(model, codec, **options)
     if optimizer is None:
@@ -107,3 +116,32 @@ def _one_number(
     assert work is not None
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
     return future
+
+
+# Methods of `thinwire bench fidelity` that exchange updates
+
+
+def update_codec(name: str) -> Codec:
+    """Return the codec of a preset, a density, or lowrank=DENSITY:BITS:MAX_RANK with defaults for the last two."""
+    kind, _, numbers = name.partition("=")
+    if kind != "lowrank":
+        return resolve_codec(name)
+    density, bits, rank, *_ = [*numbers.split(":"), "", ""]
+    return Codec(LowRank(float(density), max_rank=int(rank or 64)), Bits(int(bits or 2)))
+
+
+def update_method(method: str) -> tuple[Codec, Rounds] | None:
+    """Return codec and rounds of a method that exchanges updates; None for other methods."""
+    kind, _, what = method.partition(":")
+    if kind == "update":
+        return update_codec(what.partition("+")[0]), Rounds()
+    if not kind.startswith("local"):
+        return None
+    return update_codec((what or kind).partition("+")[0]), local_rounds(kind, what)
+
+
+def local_rounds(kind: str, codec: str) -> Rounds:
+    """Return the rounds of local16+overlap+nesterov, or of a part of that name; a preset without a codec overlaps."""
+    name, *options = (kind if codec else f"{kind}+overlap").split("+")
+    overlap = "overlap" in options
+    return Rounds(int(name.removeprefix("local")), Nesterov() if "nesterov" in options else SGD(), overlap)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from thinwire.tools.simulate.schedule import Case, ScheduleOutcome
 
 EXCHANGES = "star,ring,gather,scatter-reduce,hierarchical"
+UPDATES = "update,local4,local16,local64"  # presets that exchange updates, which can be asked for as well
 WORKERS = "2,4,8,16,32,64,128,256,512,1024,2048,4096"
 # Seconds to encode an element and to decode an entry (docs/performance.md).
 _ENCODE, _DECODE = 0.75e-9, 14e-9
@@ -159,7 +160,7 @@ def scale_command(
     rate_spread: Annotated[float, typer.Option(help="Spread of the links' rates, as a share.")] = 0.0,
     per_machine: Annotated[int, typer.Option(min=1, help="Workers on a machine, for hierarchical.")] = 8,
     bus: Annotated[str, typer.Option(help="Rate within a machine.")] = "100gbit",
-    exchanges: Annotated[str, typer.Option(help="Exchanges, comma-separated.")] = EXCHANGES,
+    exchanges: Annotated[str, typer.Option(help=f"Exchanges, comma-separated; also {UPDATES}.")] = EXCHANGES,
     workers: options.WorkerCounts = WORKERS,
     measured: Annotated[
         list[Path] | None, typer.Option(help="File of bench ddp --json: calibrates; delays are checked.")
@@ -182,8 +183,9 @@ def scale_command(
     if not measured:
         options.refuse(context, ("calibrate_up_to", "cores"), "describe measurements: give --measured too")
     names = options.listed(exchanges, "--exchanges")
-    if strange := [name for name in names if name not in EXCHANGES.split(",")]:
-        raise ValueError(f"no exchange is called {strange[0]!r}; there are {EXCHANGES.replace(',', ', ')}")
+    known = [*EXCHANGES.split(","), *UPDATES.split(",")]
+    if strange := [name for name in names if name not in known]:
+        raise ValueError(f"no exchange is called {strange[0]!r}; there are {', '.join(known)}")
     counts = options.parse_counts(workers)
     speed, inside = options.needed_rate(rate), options.needed_rate(bus, "--bus")
     if not 0.0 < density <= 1.0:

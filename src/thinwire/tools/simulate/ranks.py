@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from thinwire.codec.codec import Codec
 from thinwire.codec.frame import read_frames
 from thinwire.codec.low_rank import LowRank
-from thinwire.codec.values import Bits
 from thinwire.exchange.base import Bucket, Exchange
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.gather import Gather
@@ -28,10 +27,11 @@ from thinwire.exchange.rounds import Arrived, Round
 from thinwire.exchange.scatter_reduce import ScatterReduce
 from thinwire.hooks.adam import correct_noise, corrects
 from thinwire.link.link import all_zero
-from thinwire.link.outer import SGD, Nesterov
+from thinwire.link.outer import Nesterov
 from thinwire.link.rounds import Rounds
 from thinwire.link.thread import Pending
 from thinwire.link.updates import Updates
+from thinwire.tools.race.methods import local_rounds, update_codec
 from thinwire.tools.recipes.recipe import Batch, Recipe
 from thinwire.tune.presets import resolve_codec
 
@@ -233,7 +233,9 @@ class UpdateTraining(SimulatedTraining):
         scatter = exchange == "scatter-reduce" or (not exchange and workers > 2)
         meeting, table = threading.Barrier(workers), [None] * workers
         channels = [MemoryChannel(rank, workers, meeting, table) for rank in range(workers)]
-        self._ranks = [UpdateRank(recipe, seed, lr, _codec(name), rounds, each, scatter=scatter) for each in channels]
+        self._ranks = [
+            UpdateRank(recipe, seed, lr, update_codec(name), rounds, each, scatter=scatter) for each in channels
+        ]
         self._shown = recipe.build(seed)
         self._pool = ThreadPoolExecutor(workers)
 
@@ -275,15 +277,6 @@ class DiLoCoTraining(UpdateTraining):
     def step(self, batches: Sequence[Batch]) -> None:
         super().step(batches)
         self.bits = self._bits
-
-
-def _codec(name: str) -> Codec:
-    """Return the codec of a preset, a density, or lowrank=DENSITY:BITS:MAX_RANK with defaults for the last two."""
-    kind, _, numbers = name.partition("=")
-    if kind != "lowrank":
-        return resolve_codec(name)
-    density, bits, rank, *_ = [*numbers.split(":"), "", ""]
-    return Codec(LowRank(float(density), max_rank=int(rank or 64)), Bits(int(bits or 2)))
 
 
 class UpdateRank:
@@ -340,7 +333,7 @@ def training(method: str, recipe: Recipe, *, seed: int, workers: int, lr: float,
         "alone": DenseTraining,
         "gradient": lambda *rest: GradientTraining(what, *rest),
         "update": lambda *rest: UpdateTraining(what, Rounds(), *rest),
-        "local": lambda *rest: UpdateTraining(what or kind, _rounds(kind if what else f"{kind}+overlap"), *rest),
+        "local": lambda *rest: UpdateTraining(what or kind, local_rounds(kind, what), *rest),
         "diloco": lambda *rest: DiLoCoTraining(int(kind.removeprefix("diloco")), *rest),
         "powersgd": lambda *rest: PowerSGDTraining(int(what), *rest),
         "demo": lambda *rest: DeMoTraining(float(what), *rest),
@@ -349,10 +342,3 @@ def training(method: str, recipe: Recipe, *, seed: int, workers: int, lr: float,
     if family is None or family.group() not in makers:
         raise ValueError(f"there is no method {method!r}; there are {', '.join(makers)}")
     return makers[family.group()](recipe, seed, 1 if kind == "alone" else workers, lr, steps)
-
-
-def _rounds(kind: str) -> Rounds:
-    """Return the rounds of local16+overlap+nesterov, or of a part of that name."""
-    name, *options = kind.split("+")
-    overlap = "overlap" in options
-    return Rounds(int(name.removeprefix("local")), Nesterov() if "nesterov" in options else SGD(), overlap)

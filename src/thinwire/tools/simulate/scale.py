@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from thinwire.tools.race.advise import GOODPUT
 from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.page import megabytes
 from thinwire.tune.cost import Array
-from thinwire.tune.forecast import WAYS
+from thinwire.tune.forecast import EVERY, HIDDEN, WAYS, update_bytes, update_settings
 
 # Bytes of headers in every part of a frame that is split: the part's own and those of about ten tensors.
 PART = 350.0
@@ -115,12 +115,23 @@ def hierarchical(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
     )
 
 
+def updates(n: int, task: Task, cluster: SimulatedCluster, name: str) -> ScaleTraffic:
+    """One exchange of updates with a preset: coordinates are reduced and gathered. The time to compress is left out."""
+    setting = next(each for each in update_settings(n) if each.name == name)
+    frame = update_bytes(setting, task.elements)
+    if setting.exchange == "gather":
+        return ScaleTraffic((n - 1) * frame, (n - 1) * frame, 1.0, n - 1.0)
+    volume = 2.0 * frame * (n - 1) / n
+    return ScaleTraffic(volume, volume, 2.0, 2.0 * (n - 1))
+
+
 EXCHANGES: dict[str, Callable[[int, Task, SimulatedCluster], ScaleTraffic]] = {
     "star": star,
     "ring": ring,
     "gather": gather,
     "scatter-reduce": scatter_reduce,
     "hierarchical": hierarchical,
+    **{name: partial(updates, name=name) for name in EVERY},
 }
 
 
@@ -141,6 +152,26 @@ def predict(exchange: str, workers: int, task: Task, cluster: SimulatedCluster) 
     computing = task.compute * share * slowest(workers, cluster.stragglers)
     if exchange == "none":
         return ScalePrediction(exchange, workers, computing, 0.0, 1.0 / slowest(workers, cluster.stragglers))
+    if exchange in EVERY:
+        return _predict_updates(exchange, workers, task, cluster)
+    exchanging, sent = _exchanging(exchange, workers, task, cluster), EXCHANGES[exchange](workers, task, cluster).sent
+    seconds = computing + max(exchanging - task.overlap * task.compute * share, 0.0)
+    return ScalePrediction(exchange, workers, seconds, sent, task.compute * share / max(seconds, 1e-12))
+
+
+def _predict_updates(exchange: str, workers: int, task: Task, cluster: SimulatedCluster) -> ScalePrediction:
+    """Predict a step of updates. Local steps overlap the exchange; workers wait for the slowest once a round only."""
+    every, share = EVERY[exchange], cluster.share(workers)
+    computing = task.compute * share * slowest(workers, cluster.stragglers / math.sqrt(every))
+    hidden = every * computing if every > 1 else 0.0
+    waited = max(_exchanging(exchange, workers, task, cluster) - hidden, 0.0) / every
+    seconds = computing + waited
+    sent = EXCHANGES[exchange](workers, task, cluster).sent / every
+    return ScalePrediction(exchange, workers, seconds, sent, task.compute * share / max(seconds, 1e-12))
+
+
+def _exchanging(exchange: str, workers: int, task: Task, cluster: SimulatedCluster) -> float:
+    """Return the seconds of one exchange."""
     traffic = EXCHANGES[exchange](workers, task, cluster)
     spent = (
         traffic.encodes * task.encode
@@ -149,9 +180,7 @@ def predict(exchange: str, workers: int, task: Task, cluster: SimulatedCluster) 
         + traffic.messages * (task.per_message + cluster.switching)
     )
     wire = task.wire * on_wire(traffic, workers, cluster)
-    exchanging = wire + traffic.delays * cluster.delay + 8.0 * traffic.inside / cluster.bus + spent * share
-    seconds = computing + max(exchanging - task.overlap * task.compute * share, 0.0)
-    return ScalePrediction(exchange, workers, seconds, traffic.sent, task.compute * share / max(seconds, 1e-12))
+    return wire + traffic.delays * cluster.delay + 8.0 * traffic.inside / cluster.bus + spent * cluster.share(workers)
 
 
 def on_wire(traffic: ScaleTraffic, workers: int, cluster: SimulatedCluster) -> float:
@@ -169,7 +198,7 @@ def slowest(n: int, spread: float) -> float:
     below = 0.5 * (1.0 + np.vectorize(math.erf)(z / math.sqrt(2.0)))
     times = np.exp(sigma * z - 0.5 * sigma * sigma)
     # The distribution function of the maximum is that of a single time to the n-th power.
-    return float(np.sum(0.5 * (times[1:] + times[:-1]) * np.diff(below**n)))
+    return max(1.0, float(np.sum(0.5 * (times[1:] + times[:-1]) * np.diff(below**n))))  # a sum may round below 1
 
 
 # Relative errors that predictions of measured steps should not exceed, without and with a delay.
@@ -341,9 +370,30 @@ class Scaling:
         """Return which exchange is the fastest up to which number of workers."""
 
         def best(n: int) -> str:
-            return min(self.exchanges, key=lambda exchange: predict(exchange, n, self.task, self.cluster).seconds)
+            # Local steps train worse per step: they are compared among themselves, by `hiding`.
+            whole = [exchange for exchange in self.exchanges if EVERY.get(exchange, 1) == 1]
+            return min(
+                whole or self.exchanges, key=lambda exchange: predict(exchange, n, self.task, self.cluster).seconds
+            )
 
         return [(exchange, list(group)[-1]) for exchange, group in groupby(self.workers, best)]
+
+    def hiding(self) -> list[tuple[str, int]]:
+        """Return up to which number of workers the ring or which preset of updates is the first to hide the network."""
+        names = [name for name in ("ring", *EVERY) if name in self.exchanges]
+        if not names:
+            return []
+
+        def first(n: int) -> str:
+            found = {name: predict(name, n, self.task, self.cluster).seconds for name in names}
+            return next(name for name in names if found[name] <= (1.0 + HIDDEN) * min(found.values()))
+
+        return [(name, list(group)[-1]) for name, group in groupby(self.workers, first)]
+
+    def choice(self) -> str:
+        """Say which domain and how many local steps optimizers such as Adam need, without the time to compress."""
+        shown = ", then ".join(f"{name} up to {n:,} workers" for name, n in self.hiding())
+        return f"With Adam, the first to hide the network is {shown}; compressing takes time besides."
 
     def verdict(self) -> str:
         """Say which exchange is the fastest, and how far the model is from the measurements."""
@@ -356,6 +406,8 @@ class Scaling:
         if any(exchange == "hierarchical" for exchange, _ in parts):
             bus = format_rate(round(self.cluster.bus))
             said += f" Hierarchical has {self.cluster.per_machine} workers in each machine, on a bus of {bus}."
+        if any(exchange in EVERY for exchange in self.exchanges):
+            said += f" {self.choice()}"
         near = [abs(off(p, self.task, self.lab)) for p in self.points if not p.delay]
         far = [abs(off(p, self.task, self.lab)) for p in self.points if p.delay]
         for errors, which, bar in ((near, "", _BAR), (far, " with a delay", _DELAYED_BAR)):
@@ -389,6 +441,7 @@ class Scaling:
             "cluster": asdict(self.cluster),
             "curves": {e: [asdict(s) for s in self.curve(e)] for e in self.exchanges},
             "fastest": [{"exchange": e, "up_to": n} for e, n in self.fastest()],
+            "hiding": [{"exchange": e, "up_to": n} for e, n in self.hiding()],
             "measured": self.checks(),
             "verdict": self.verdict(),
             "version": thinwire.__version__,
