@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.cluster import Cluster
 from thinwire.exchange.base import AgreedSizes
 from thinwire.exchange.channel import Channel, share
-from thinwire.exchange.rounds import _MOST, capacity
+from thinwire.exchange.rounds import _MOST, _SPARE, capacity
 
 
 @given(st.integers(0, 1 << 24), st.lists(st.integers(1, 1 << 24), min_size=1, max_size=20))
@@ -24,8 +24,13 @@ def test_a_receive_has_room_for_the_next_size_that_ranks_may_agree_on(posted: in
         agreed.get("bucket", 0, lambda size=size: [size])  # type: ignore[misc]
         agreed.learn("bucket", [size], [0])  # the message was full
         assert posted >= min(agreed.sizes["bucket"][0], _MOST)
-        assert posted <= max(8 * size, 4096) and posted <= max(_MOST, posted)
+        assert posted <= max(_SPARE * size, 4096) and posted <= max(_MOST, posted)
         assert capacity(posted, size) == posted
+
+
+def test_a_receive_has_room_for_messages_that_alternate_in_size() -> None:
+    posted = capacity(capacity(0, 60_000), 4_000)
+    assert posted >= 60_000
 
 
 def message(sender: int, receiver: int, turn: int, lane: int, size: int) -> Tensor:

@@ -25,6 +25,9 @@ from torch import Tensor
 
 # Bytes for which a receive has room at least, and at most.
 _LEAST, _MOST = 4096, 1 << 22
+# A receive may be so many times as large as the last message. Messages of low-rank updates alternate between the two
+# sides of the matrices, of which one may be many times as long as the other.
+_SPARE = 32
 # The tag of receives that nobody answers, see `DirectMessages.abort`; lanes count from 0.
 _UNANSWERED = 1 << 20
 
@@ -86,7 +89,7 @@ def capacity(posted: int, size: int) -> int:
     There is room for the growth of one step (see `AgreedSizes`). Memory is kept while it fits, because newly allocated
     pages are slow.
     """
-    if 4 * size // 3 + 64 <= posted <= max(8 * size, _LEAST):
+    if 4 * size // 3 + 64 <= posted <= max(_SPARE * size, _LEAST):
         return posted
     return min(max(-(-3 * size // 2) + 511 & ~511, _LEAST), _MOST)
 
