@@ -43,7 +43,7 @@ def frames() -> dict[str, tuple[tw.codec.Frame, list[int]]]:
     codec = tw.Codec(tw.TopK(0.5, exact=True), tw.Sign(), min_numel=1000)
     made["v1-shapes"] = (codec.encode(shapes), [700, 1300, 1_000_000, 0])
     # Blocks of equal magnitudes, of one outlier, of zeros, and of the largest values; the last block is a single entry.
-    extremes = torch.cat([gradient(512, 5).sign(), gradient(512, 6), torch.zeros(512), gradient(513, 7) * 1e38])
+    extremes = torch.cat([gradient(512, 5).sign(), gradient(512, 6), torch.zeros(512), gradient(513, 7) * 3e37])
     extremes[700] = 1e6
     made["v1-unary-extremes"] = (tw.Codec(tw.TopK(1.0), tw.Unary()).encode({"w": extremes}), [2049])
     made["v1-non-finite"] = (tw.Codec(0.1).encode({"w": torch.tensor([1.0, torch.inf])}), [2])
