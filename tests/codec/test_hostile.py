@@ -85,8 +85,8 @@ def test_every_bit_flipped_with_a_valid_checksum(values: Values) -> None:
         except tw.FrameError:
             continue
         for section in reader.sections:
-            positions, values = reader.entries(section)
-            assert values.isfinite().all()
+            positions, found = reader.entries(section)
+            assert found.isfinite().all()
             assert (positions.diff() > 0).all() and (positions >= 0).all() and (positions < section.numel).all()
 
 
