@@ -47,7 +47,8 @@ class Codec:
     feedback: what becomes of the rest.
     scope: "tensor" gives every tensor its own threshold, "global" one threshold to all tensors of an encode.
     min_numel: smaller tensors (biases, norms) are sent whole, in the codec's values; in 8 bits if those are `Bits(4)`,
-        `Bits(2)` or `Sign`, or `Unary` without error feedback. Rotate takes them as all others; its codec has a min_numel of 0.
+        `Bits(2)` or `Sign`, or `Unary` without error feedback. Rotate takes them as all others; its codec has a
+        min_numel of 0.
     kernels: "native", "torch" (any device), or "auto": native for CPU tensors. Both give the same frames.
     """
 
