@@ -16,8 +16,17 @@ using std::uint8_t;
 enum class Dtype : uint8_t { float32 = 0, float16 = 1, bfloat16 = 2 };
 
 // Codes in a section's header (docs/wire-format.md).
-enum class Format : uint8_t { float32 = 0, float16 = 1, bfloat16 = 2, bits8 = 3, bits4 = 4, bits2 = 5, sign = 6 };
-constexpr uint8_t kFormats = 7;
+enum class Format : uint8_t {
+  float32 = 0,
+  float16 = 1,
+  bfloat16 = 2,
+  bits8 = 3,
+  bits4 = 4,
+  bits2 = 5,
+  sign = 6,
+  unary = 7
+};
+constexpr uint8_t kFormats = 8;
 
 // Entries per block. Each block has its own index coding and its own pair of scales.
 constexpr size_t kBlock = 512;

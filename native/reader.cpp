@@ -12,7 +12,7 @@ void Reader::for_blocks(const Section& s, F&& visit) const {
   float values[kBlock];
   for (size_t at = s.first_block; at < s.first_block + s.blocks; ++at) {
     const Block& b = blocks_[at];
-    read_block(s.format, b.values, b.count, values);
+    read_block(s.format, b.values, b.bytes, b.count, values);
     if (b.run) {
       visit([&](size_t i) { return b.begin + i; }, values, b.count, size_t(0));
     } else if (s.numel > ~uint32_t(0)) {

@@ -65,7 +65,8 @@ class Reader {
   struct Block {
     const uint8_t* values;
     uint64_t begin;  // kRun: the first position; else the index into positions32_ or positions64_
-    uint32_t count;
+    uint16_t count;
+    uint16_t bytes;  // of the values
     bool run;
   };
   template <class F>

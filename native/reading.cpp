@@ -121,7 +121,7 @@ void Reader::Reading::close_section() {
 // Reads the coding of the next block. Returns true if the caller is to read the positions, else it has read them.
 bool Reader::Reading::open_block() {
   block_ = {};
-  block_.count = uint32_t(std::min<uint64_t>(kBlock, section_.count - done_));
+  block_.count = uint16_t(std::min<uint64_t>(kBlock, section_.count - done_));
   const uint8_t coding = cursor_.byte("a block's coding");
   block_.run = coding == kRun;
   if (block_.run) {
@@ -157,10 +157,11 @@ void Reader::Reading::take(const Gaps<Position>& gaps) {
 }
 
 void Reader::Reading::close_block() {
-  const size_t bytes = block_bytes(section_.format, block_.count);
-  cursor_.need(bytes, "a block's values");
-  if (const char* error = check_block(section_.format, cursor_.at(), block_.count)) throw FrameFault(error);
+  size_t bytes = 0;
+  const char* error = check_block(section_.format, cursor_.at(), cursor_.left(), block_.count, bytes);
+  if (error) throw FrameFault(error);
   block_.values = cursor_.at();
+  block_.bytes = uint16_t(bytes);
   cursor_.skip(bytes);
   reader_.blocks_.push_back(block_);
   done_ += block_.count;
@@ -171,7 +172,7 @@ void Reader::Reading::read_strata(uint64_t seed) {
   const auto read_into = [&](auto& positions) {
     while (done_ < s.count) {
       block_ = {};
-      block_.count = uint32_t(std::min<uint64_t>(kBlock, s.count - done_));
+      block_.count = uint16_t(std::min<uint64_t>(kBlock, s.count - done_));
       block_.begin = positions.size();
       uint64_t j = done_;
       close_block();
@@ -184,7 +185,7 @@ void Reader::Reading::read_strata(uint64_t seed) {
 void Reader::Reading::read_window(uint64_t start) {
   while (done_ < section_.count) {
     block_ = {};
-    block_.count = uint32_t(std::min<uint64_t>(kBlock, section_.count - done_));
+    block_.count = uint16_t(std::min<uint64_t>(kBlock, section_.count - done_));
     block_.begin = start + done_;
     block_.run = true;
     close_block();

@@ -15,7 +15,7 @@ class Reader::Walk {
   void add_below(uint64_t end, float* out, float weight, Place&& place) {
     for (; at_ < section_.first_block + section_.blocks; ++at_, done_ = 0) {
       const Block& b = reader_.blocks_[at_];
-      if (done_ == 0) read_block(section_.format, b.values, b.count, values_);
+      if (done_ == 0) read_block(section_.format, b.values, b.bytes, b.count, values_);
       bool whole;
       if (b.run)
         whole = add(end, out, weight, place, b.count, [&](size_t i) { return b.begin + i; });

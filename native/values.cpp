@@ -5,14 +5,11 @@
 #include <cmath>
 #include <limits>
 
+#include "blocks.hpp"
+#include "unary.hpp"
+
 namespace thinwire {
 namespace {
-
-// Larger magnitudes are written as kLargest, so that base + step * level cannot overflow at the receiver. A block whose
-// magnitudes are all below kSmallest is written as zeros, because its fixed-point scale would overflow. What was not
-// sent stays in the residual either way.
-constexpr float kLargest = 0x1p120f;
-constexpr float kSmallest = 0x1p-100f;
 
 struct Scales {
   float first;   // base of the levels, or the mean of the positive values (Sign)
@@ -32,25 +29,8 @@ unsigned bits_of(Format f) {
 
 bool has_scales(Format f) { return f >= Format::bits8; }
 
-// Means from sums of integers: exact, so that the order of addition (SIMD lanes, GPUs) does not matter.
-struct FixedPoint {
-  float scale;
-  double unit;
-  explicit FixedPoint(float largest) {
-    int exponent;
-    std::frexp(largest, &exponent);
-    scale = std::ldexp(1.0f, 24 - exponent);
-    unit = std::ldexp(1.0, exponent - 24);
-  }
-  int32_t of(float x) const { return int32_t(magnitude(x) * scale); }  // below 2^24
-  float mean(int64_t sum, int64_t count) const { return count ? float(double(sum) / double(count) * unit) : 0.0f; }
-};
-
-float largest_of(const float* v, size_t n) {
-  uint32_t bits = 0;
-  for (size_t i = 0; i < n; ++i) bits = magnitude_bits(v[i]) > bits ? magnitude_bits(v[i]) : bits;
-  return std::bit_cast<float>(bits);
-}
+// The bytes of a block of a format with codes of a fixed width.
+size_t fixed_bytes(Format f, size_t n) { return (has_scales(f) ? sizeof(Scales) : 0) + (n * bits_of(f) + 7) / 8; }
 
 float smallest_of(const float* v, size_t n) {
   uint32_t bits = 0x7f800000u;
@@ -129,27 +109,6 @@ Scales choose_signs(const float* v, size_t n, float largest, uint8_t* codes) {
   return sign_means(v, n, FixedPoint(largest));
 }
 
-template <unsigned Bits>
-void pack(const uint8_t* codes, size_t n, uint8_t* out) {
-  constexpr size_t per = 8 / Bits;
-  size_t i = 0;
-  for (; i + per <= n; i += per) {
-    unsigned packed = 0;
-    for (size_t j = 0; j < per; ++j) packed |= unsigned(codes[i + j]) << (j * Bits);
-    *out++ = uint8_t(packed);
-  }
-  if (i == n) return;
-  unsigned packed = 0;
-  for (size_t j = 0; i + j < n; ++j) packed |= unsigned(codes[i + j]) << (j * Bits);
-  *out = uint8_t(packed);
-}
-
-template <unsigned Bits>
-void unpack(const uint8_t* in, size_t n, uint8_t* codes) {
-  constexpr size_t per = 8 / Bits;
-  for (size_t i = 0; i < n; ++i) codes[i] = uint8_t(in[i / per] >> (i % per * Bits) & ((1u << Bits) - 1));
-}
-
 // Calls f.operator()<bits>() for a format that has scales.
 template <class F>
 void with_bits(Format format, F&& f) {
@@ -175,16 +134,9 @@ void dequantise(Scales s, const uint8_t* codes, size_t n, float* v) {
   }
 }
 
-template <class T>
-T read_as(const uint8_t* in, size_t i) {
-  T x;
-  std::memcpy(&x, in + i * sizeof(T), sizeof(T));
-  return x;
-}
-
 }  // namespace
 
-size_t block_bytes(Format f, size_t n) { return (has_scales(f) ? sizeof(Scales) : 0) + (n * bits_of(f) + 7) / 8; }
+size_t block_bytes(Format f, size_t n) { return f == Format::unary ? unary_bytes(n) : fixed_bytes(f, n); }
 
 size_t write_block(Format f, const float* v, size_t n, Rounding rounding, uint8_t* out, float* sent) {
   if (f == Format::float32) {
@@ -205,6 +157,7 @@ size_t write_block(Format f, const float* v, size_t n, Rounding rounding, uint8_
       v = limited;
       largest = kLargest;
     }
+    if (f == Format::unary) return write_unary(v, n, largest, out, sent);
     const Scales s =
         f == Format::sign ? choose_signs(v, n, largest, codes) : choose_levels(f, v, n, largest, rounding, codes);
     std::memcpy(out, &s, sizeof s);
@@ -213,16 +166,18 @@ size_t write_block(Format f, const float* v, size_t n, Rounding rounding, uint8_
       dequantise<Bits>(s, codes, n, sent);
     });
   }
-  return block_bytes(f, n);
+  return fixed_bytes(f, n);
 }
 
-void read_block(Format f, const uint8_t* in, size_t n, float* v) {
+void read_block(Format f, const uint8_t* in, size_t bytes, size_t n, float* v) {
   if (f == Format::float32) {
     std::memcpy(v, in, n * 4);
   } else if (f == Format::float16) {
     for (size_t i = 0; i < n; ++i) v[i] = from_float16(read_as<uint16_t>(in, i));
   } else if (f == Format::bfloat16) {
     for (size_t i = 0; i < n; ++i) v[i] = from_bfloat16(read_as<uint16_t>(in, i));
+  } else if (f == Format::unary) {
+    read_unary(in, bytes, n, v);
   } else {
     const Scales s = read_as<Scales>(in, 0);
     with_bits(f, [&]<unsigned Bits>() {
@@ -233,7 +188,10 @@ void read_block(Format f, const uint8_t* in, size_t n, float* v) {
   }
 }
 
-const char* check_block(Format f, const uint8_t* in, size_t n) {
+const char* check_block(Format f, const uint8_t* in, size_t left, size_t n, size_t& bytes) {
+  if (f == Format::unary) return check_unary(in, left, n, bytes);
+  bytes = fixed_bytes(f, n);
+  if (left < bytes) return "the frame ends within a block's values";
   if (f == Format::float32) {
     uint32_t bad = 0;
     for (size_t i = 0; i < n; ++i) bad |= (read_as<uint32_t>(in, i) & 0x7fffffffu) >= 0x7f800000u;
@@ -249,7 +207,7 @@ const char* check_block(Format f, const uint8_t* in, size_t n) {
   if (!(s.first >= 0.0f && s.first <= kLargest && s.second >= 0.0f && s.second <= kLargest))
     return "a scale is negative, too large or not a number";
   const size_t used = n * bits_of(f) % 8;
-  if (used && in[block_bytes(f, n) - 1] >> used) return "the padding after a block's values is not zero";
+  if (used && in[bytes - 1] >> used) return "the padding after a block's values is not zero";
   return nullptr;
 }
 

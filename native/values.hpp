@@ -4,7 +4,7 @@
 
 namespace thinwire {
 
-// The bytes of a block of n values, its scales included.
+// The bytes of a block of n values, its scales included: exact for codes of a fixed width, else an upper bound.
 size_t block_bytes(Format format, size_t n);
 
 struct Rounding {
@@ -16,10 +16,11 @@ struct Rounding {
 // Writes the block to out, and the values as the receiver reads them to sent; returns the number of bytes.
 size_t write_block(Format format, const float* values, size_t n, Rounding rounding, uint8_t* out, float* sent);
 
-// Reads n values of a block that was validated.
-void read_block(Format format, const uint8_t* in, size_t n, float* values);
+// Reads n values of a block of `bytes` bytes that was validated.
+void read_block(Format format, const uint8_t* in, size_t bytes, size_t n, float* values);
 
-// Returns what is wrong with a block's values, or null. A receiver must never get a value that is not finite.
-const char* check_block(Format format, const uint8_t* in, size_t n);
+// Sets `bytes` to the size of a block that begins at `in`, where `left` bytes are left. Returns what is wrong with its
+// values, or null. A receiver must never get a value that is not finite.
+const char* check_block(Format format, const uint8_t* in, size_t left, size_t n, size_t& bytes);
 
 }  // namespace thinwire

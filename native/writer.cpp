@@ -54,9 +54,11 @@ void Writer::close(uint64_t count) { std::memcpy(buffer_ + count_at_, &count, co
 size_t Writer::block(const uint64_t* positions, const float* values, size_t n, float* sent) {
   uint8_t scratch[kMaxBlockBytes];
   size_t size = 0;
+  // The size of some formats depends on the values: a block is written before it is known whether it fits.
   const auto fits = [&](size_t m) {
     size = positions ? write_positions(positions, m, previous_, scratch) : 0;
-    return used_ + size + block_bytes(format_, m) <= limit_;
+    size += write_block(format_, values, m, rounding_, scratch + size, sent);
+    return used_ + size <= limit_;
   };
   if (!fits(n)) {
     size_t most = 0;  // binary search for the most entries that fit
@@ -65,7 +67,6 @@ size_t Writer::block(const uint64_t* positions, const float* values, size_t n, f
     if (most == 0) return 0;
     fits(n = most);
   }
-  size += write_block(format_, values, n, rounding_, scratch + size, sent);
   std::memcpy(buffer_ + used_, scratch, size);
   used_ += size;
   rounding_.counter += n;

@@ -13,12 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
-    *("reading.cpp", "reader.cpp", "gaps.cpp", "values.cpp", "crc32c.cpp"),
+    *("reading.cpp", "reader.cpp", "gaps.cpp", "values.cpp", "unary.cpp", "crc32c.cpp"),
     *("sum.cpp", "shard_reader.cpp", "fuzz/decode_fuzzer.cpp"),
 ]
 FLAGS = ["-std=c++20", "-g", "-O1", "-ffp-contract=off", "-fsanitize=fuzzer,address,undefined"]
 # The tensor sizes of the receivers in decode_fuzzer.cpp; each golden frame fits one of them.
-RECEIVERS = [[3000, 21], [3000], [700, 1300, 1000000, 0], [2]]
+RECEIVERS = [[3000, 21], [3000], [700, 1300, 1000000, 0], [2], [2049]]
 
 
 class ToolError(Exception):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.codec.feedback import ErrorFeedback, MomentumCorrection, NoFeedback
     from thinwire.codec.low_rank import LowRank
     from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, StdDev, Threshold, TopK, Warmup
-    from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign
+    from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign, Unary
     from thinwire.errors import FrameError, LinkError, ThinwireError
     from thinwire.hooks.attach import attach
     from thinwire.link.link import Link
@@ -37,7 +37,8 @@ __all__ += [
     "Rotate",
     "Server",
 ]
-__all__ += ["Sign", "StdDev", "ThinwireError", "Threshold", "TopK", "Warmup", "Worker", "attach", "merge_states"]
+__all__ += ["Sign", "StdDev", "ThinwireError", "Threshold", "TopK", "Unary", "Warmup", "Worker", "attach"]
+__all__ += ["merge_states"]
 
 try:
     __version__ = metadata.version("thinwire")
@@ -73,7 +74,7 @@ _MODULES = {
     "thinwire.codec.selection": ("TopK", "Percentile", "Threshold", "StdDev", "Dynamic", "RandomK", "Rotate", "Warmup"),
     "thinwire.codec.low_rank": ("LowRank",),
     "thinwire.tune.adaptive": ("Adaptive",),
-    "thinwire.codec.values": ("Float32", "Float16", "BFloat16", "Bits", "Sign"),
+    "thinwire.codec.values": ("Float32", "Float16", "BFloat16", "Bits", "Sign", "Unary"),
     "thinwire.codec.feedback": ("NoFeedback", "ErrorFeedback", "MomentumCorrection"),
     "thinwire.server.server": ("Server",),
     "thinwire.server.worker": ("Worker",),

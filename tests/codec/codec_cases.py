@@ -25,6 +25,7 @@ VALUES: list[Values] = [
     tw.Bits(4),
     tw.Bits(2),
     tw.Sign(),
+    tw.Unary(),
     tw.Bits(8, seed=11),
     tw.Bits(4, seed=12),
     tw.Bits(2, seed=13),

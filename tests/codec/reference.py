@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.codec.reference_positions import Bits, read_gaps, write_gaps
 
 BLOCK = 512
-FLOAT32, FLOAT16, BFLOAT16, BITS8, BITS4, BITS2, SIGN = range(7)
+FLOAT32, FLOAT16, BFLOAT16, BITS8, BITS4, BITS2, SIGN, UNARY = range(8)
 WIDTH = {FLOAT32: 32, FLOAT16: 16, BFLOAT16: 16, BITS8: 8, BITS4: 4, BITS2: 2, SIGN: 1}
 GAPS, STRATA, WINDOW = range(3)
 LARGEST, SMALLEST = 2.0**120, 2.0**-100
@@ -117,6 +117,54 @@ def quantise(values: Tensor, code: int, rounding: int | None, counter: int) -> t
     return negative.long() << (WIDTH[code] - 1) | levels, base, step
 
 
+def unary_levels(values: Tensor) -> tuple[list[int], float, float]:
+    """Return the levels of a block and its two scales before they are rounded to bfloat16."""
+    magnitudes = values.abs().clamp(max=LARGEST)
+    largest = magnitudes.max()
+    if largest < SMALLEST:
+        return [0] * len(values), 0.0, 0.0
+    exponent = int(torch.frexp(largest).exponent)
+    parts = [int(m) for m in (magnitudes * torch.tensor(2.0 ** (24 - exponent))).tolist()]
+    excesses = [part - min(parts) for part in parts]
+    mean = torch.tensor(sum(excesses) / len(parts), dtype=torch.float64).float()
+    quotients = torch.tensor(excesses, dtype=torch.float32) / mean if mean > 0 else torch.zeros(len(parts))
+    levels = [int(q) for q in quotients.tolist()]
+    lowest = [part for part, level in zip(parts, levels, strict=True) if level == 0]
+    first, squares = sum(lowest) / len(lowest), sum(level * level for level in levels)
+    weighted = sum(level * part for level, part in zip(levels, parts, strict=True))
+    second = (weighted - sum(levels) * first) / squares if squares else 0.0
+    return levels, first * 2.0 ** (exponent - 24), second * 2.0 ** (exponent - 24)
+
+
+def write_unary(values: Tensor) -> bytes:
+    levels, *means = unary_levels(values)
+    scales = torch.tensor(means, dtype=torch.float64).float().to(torch.bfloat16)
+    scales[scales.float() < 2.0**-126] = 0.0
+    negative = values.signbit().tolist() if scales.any() else [False] * len(values)
+    signs, ones = Bits(), Bits()
+    for sign in negative:
+        signs.put(int(sign), 1)
+    for level in levels:
+        ones.put(1 << level, level + 1)
+    return scales.view(torch.int16).numpy().tobytes() + signs.bytes() + ones.bytes()
+
+
+def read_unary(data: bytes, n: int) -> tuple[Tensor, int]:
+    first, second = torch.tensor(struct.unpack_from("<hh", data), dtype=torch.int16).view(torch.bfloat16).float()
+    begin = 4 + -(-n // 8)
+    signs, ones = Bits(data[4:begin]), Bits(data[begin : begin + -(-2 * n // 8)])
+    negative = torch.tensor([signs.take(1) == 1 for _ in range(n)])
+    levels = []
+    for _ in range(n):
+        level = 0
+        while not ones.take(1):
+            level += 1
+        levels.append(level)
+    assert sum(levels) <= n
+    magnitudes = (first + second * torch.tensor(levels, dtype=torch.float32)).clamp(max=LARGEST)
+    return torch.where(negative, -magnitudes, magnitudes), begin + -(-(n + sum(levels)) // 8)
+
+
 def write_values(values: Tensor, code: int, rounding: int | None, counter: int) -> bytes:
     if code == FLOAT32:
         return values.numpy().tobytes()
@@ -124,6 +172,8 @@ def write_values(values: Tensor, code: int, rounding: int | None, counter: int) 
         dtype = torch.float16 if code == FLOAT16 else torch.bfloat16
         most = torch.finfo(dtype).max
         return values.clamp(-most, most).to(dtype).view(torch.int16).numpy().tobytes()
+    if code == UNARY:
+        return write_unary(values)
     codes, first, second = quantise(values, code, rounding, counter)
     bits = Bits()
     for c in codes.tolist():
@@ -138,6 +188,8 @@ def read_values(data: bytes, code: int, n: int) -> tuple[Tensor, int]:
         dtype = torch.float16 if code == FLOAT16 else torch.bfloat16
         halves = torch.tensor(struct.unpack_from(f"<{n}h", data), dtype=torch.int16)
         return halves.view(dtype).float(), 2 * n
+    if code == UNARY:
+        return read_unary(data, n)
     width = WIDTH[code]
     size = 8 + -(-n * width // 8)
     first, second = torch.tensor(struct.unpack_from("<ff", data))

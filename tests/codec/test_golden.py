@@ -14,7 +14,7 @@ GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.frame"))
 
 
 def test_every_format_is_there() -> None:
-    assert len(GOLDEN) >= 12
+    assert len(GOLDEN) >= 14
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

@@ -11,14 +11,16 @@ from tests.codec import reference
 from tests.codec.reference import varint
 from tests.codec.reference_positions import Bits
 from thinwire import _native
+from thinwire.codec.values import Values
 
 NUMELS = [600, 40, 0]
 
 
-def small_frame() -> bytes:
+def small_frame(values: Values | None = None) -> bytes:
     g = torch.Generator().manual_seed(0)
     x = {"a": torch.randn(600, generator=g), "b": torch.randn(40, generator=g), "c": torch.empty(0)}
-    return bytes(tw.Codec(tw.TopK(0.05, exact=True), tw.Bits(4), min_numel=64).encode(x).tobytes())
+    codec = tw.Codec(tw.TopK(0.05, exact=True), values if values is not None else tw.Bits(4), min_numel=64)
+    return bytes(codec.encode(x).tobytes())
 
 
 def fixed(frame: bytes) -> bytes:
@@ -53,25 +55,28 @@ def test_the_unchanged_frame_is_valid() -> None:
     ]
 
 
-def test_truncated_anywhere() -> None:
-    frame = small_frame()
+@pytest.mark.parametrize("values", [tw.Bits(4), tw.Unary()], ids=str)
+def test_truncated_anywhere(values: Values) -> None:
+    frame = small_frame(values)
     for length in range(len(frame)):
         refused(frame[:length])
         if length >= 24:
             refused(fixed(frame[:length]))
 
 
-def test_every_bit_flipped() -> None:
-    frame = small_frame()
+@pytest.mark.parametrize("values", [tw.Bits(4), tw.Unary()], ids=str)
+def test_every_bit_flipped(values: Values) -> None:
+    frame = small_frame(values)
     for bit in range(8 * len(frame)):
         bad = bytearray(frame)
         bad[bit // 8] ^= 1 << bit % 8
         refused(bytes(bad))
 
 
-def test_every_bit_flipped_with_a_valid_checksum() -> None:
+@pytest.mark.parametrize("values", [tw.Bits(4), tw.Unary()], ids=str)
+def test_every_bit_flipped_with_a_valid_checksum(values: Values) -> None:
     """With a valid checksum a frame is either refused or well-formed, with positions inside of the tensors."""
-    frame = small_frame()
+    frame = small_frame(values)
     for bit in range(8 * 24, 8 * len(frame)):
         bad = bytearray(frame)
         bad[bit // 8] ^= 1 << bit % 8
@@ -80,8 +85,8 @@ def test_every_bit_flipped_with_a_valid_checksum() -> None:
         except tw.FrameError:
             continue
         for section in reader.sections:
-            positions, values = reader.entries(section)
-            assert values.isfinite().all()
+            positions, found = reader.entries(section)
+            assert found.isfinite().all()
             assert (positions.diff() > 0).all() and (positions >= 0).all() and (positions < section.numel).all()
 
 
@@ -93,6 +98,7 @@ def section(
 
 ONE = struct.pack("<f", 1.0)
 RUN = b"\xff" + ONE  # one entry at position 0
+UNARY = b"\x80\x3f\x80\x3f"  # both scales 1
 INF, NAN = struct.pack("<f", float("inf")), struct.pack("<f", float("nan"))
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
@@ -105,7 +111,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         framed(section(id=1, numel=b"\x28", count=b"\x00"), section(rest=RUN)),
         "section 0 is repeated or out of order",
     ),
-    "unknown value format": (framed(section(kind=7, rest=RUN)), "value format 7 is unknown"),
+    "unknown value format": (framed(section(kind=8, rest=RUN)), "value format 8 is unknown"),
     "unknown index coding": (framed(section(kind=0x30, rest=RUN)), "index coding 3 is unknown"),
     "unknown coding of a block": (framed(section(rest=b"\xf7" + ONE)), "index coding 247 of a block is unknown"),
     "wrong size": (framed(section(numel=varint(601), rest=RUN)), "has 601 elements, the receiver's tensor has 600"),
@@ -134,6 +140,28 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "padding of values": (
         framed(section(kind=4, rest=b"\xff" + ONE + ONE + b"\x10")),
         "padding after a block's values",
+    ),
+    "unary scales cut short": (framed(section(kind=7, rest=b"\xff\x80\x3f\x00")), "ends within a block's values"),
+    "unary signs cut short": (framed(section(kind=7, rest=b"\xff" + UNARY)), "ends within a block's values"),
+    "unary levels cut short": (framed(section(kind=7, rest=b"\xff" + UNARY + b"\x00")), "ends within a block's"),
+    "negative unary scale": (framed(section(kind=7, rest=b"\xff\x80\xbf\x00\x00\x00\x01")), "a scale is negative"),
+    "unary scale that overflows": (framed(section(kind=7, rest=b"\xff\x80\x3f\x81\x7b\x00\x01")), "too large"),
+    "unary scale that is not a number": (framed(section(kind=7, rest=b"\xff\xc0\x7f\x00\x00\x00\x01")), "not a number"),
+    "padding of unary signs": (
+        framed(section(kind=7, rest=b"\xff" + UNARY + b"\x02\x01")),
+        "padding after a block's values",
+    ),
+    "padding of unary levels": (
+        framed(section(kind=7, rest=b"\xff" + UNARY + b"\x00\x05")),
+        "padding after a block's values",
+    ),
+    "unary level beyond its bound": (
+        framed(section(kind=7, rest=b"\xff" + UNARY + b"\x00\x04")),
+        "levels of a block's",
+    ),
+    "unary levels without an end": (
+        framed(section(kind=7, count=b"\x05\x00", rest=b"\xff" + UNARY + bytes(20))),
+        "the levels of a block's values are too large",
     ),
     "strata without a seed": (framed(section(kind=0x10, rest=b"1234")), "ends within a section's seed"),
     "window without a start": (framed(section(kind=0x20, rest=b"1")), "ends within a section's start"),
@@ -213,6 +241,14 @@ def test_the_largest_scales_stay_finite() -> None:
     out = torch.zeros(600)
     tw.codec.FrameReader(tw.codec.Frame.from_bytes(data), NUMELS).add_to([out])
     assert out[0] == 2.0**127
+
+
+def test_the_largest_scales_of_unary_values_stay_finite() -> None:
+    scales = b"\x80\x7b\x80\x7b"  # both 2^120
+    data = framed(section(kind=7, count=b"\x05\x00", rest=b"\xff" + scales + b"\x10" + b"\xe0\x03"))
+    out = torch.zeros(600)
+    tw.codec.FrameReader(tw.codec.Frame.from_bytes(data), NUMELS).add_to([out])
+    assert out[:5].tolist() == [2.0**120] * 4 + [-(2.0**120)] and not out[5:].any()
 
 
 def test_foreign_tensors_are_refused() -> None:

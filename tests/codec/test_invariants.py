@@ -138,3 +138,53 @@ def test_one_huge_value_does_not_spoil_its_block() -> None:
     codec = tw.Codec(tw.TopK(1.0), tw.Bits(8))
     sent = tw.Codec.decode(codec.encode({"w": g}), {"w": g})["w"]
     assert sent[7] == 2.0**120 and (sent[:7] == 1.0).all()
+
+
+@quick
+@given(
+    n=st.integers(1, 512),
+    power=st.sampled_from([0, 1, 8, 40, 126]),
+    seed=st.integers(0, 2**31),
+    outliers=st.integers(0, 5),
+)
+def test_unary_values_take_at_most_three_bits_and_keep_most_of_the_energy(
+    n: int, power: int, seed: int, outliers: int
+) -> None:
+    """Whatever the values are: the code has a bound, and what is left over is less than what there was."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(n, generator=generator).pow(power) + (1e-30 if power else 0.0)
+    x = torch.where(torch.rand(n, generator=generator) < 0.5, -x, x)
+    x[torch.randint(n, (outliers,), generator=generator)] *= 1e6
+    codec = tw.Codec(tw.TopK(1.0), tw.Unary(), min_numel=0)
+    frame = codec.encode({"w": x})
+    scales, signs, levels = 4, -(-n // 8), -(-2 * n // 8)
+    assert len(frame) <= 24 + 1 + 1 + 2 + 2 + 1 + scales + signs + levels
+    left = codec.residuals("w")["residual"].double()
+    assert left.square().sum() <= 0.5 * x.double().square().sum()
+
+
+def test_an_outlier_does_not_spoil_the_unary_values_of_its_block() -> None:
+    """The points have the least squared error: small values beside a large one are sent as their mean."""
+    g = 1.0 + torch.rand(512, generator=torch.Generator().manual_seed(0))
+    g[7] = -1e4
+    sent = tw.Codec.decode(tw.Codec(tw.TopK(1.0), tw.Unary(), min_numel=0).encode({"w": g}), {"w": g})["w"]
+    others = torch.arange(512) != 7
+    assert abs(sent[7] / g[7] - 1.0) < 0.01
+    assert (sent[others] - g[others].mean()).abs().max() < 0.01
+
+
+def test_unary_values_are_as_precise_as_their_size_promises() -> None:
+    """Bits per value and relative squared error of the largest 1 % of exponential and of heavy tails."""
+    generator = torch.Generator().manual_seed(0)
+    n = 1_000_000
+    uniform = torch.rand(n, generator=generator).clamp_(1e-7)
+    chi = torch.randn(3, n, generator=generator).square().sum(0)
+    tails = {"Laplace": (uniform.log(), 0.003), "t3": (torch.randn(n, generator=generator) / (chi / 3).sqrt(), 0.008)}
+    for name, (x, limit) in tails.items():
+        codec = tw.Codec(tw.TopK(0.01, exact=True), tw.Unary(), tw.NoFeedback())
+        frame = codec.encode({"w": x})
+        sent = tw.Codec.decode(frame, {"w": x})["w"]
+        kept = sent != 0
+        error = (sent - x)[kept].double().square().sum() / x[kept].double().square().sum()
+        assert error < limit, name
+        assert 4 * n / len(frame) > 290, name

@@ -81,6 +81,7 @@ OTHERS = {
     "global": tw.Codec(tw.TopK(0.05), tw.Float16(), scope="global"),
     "bfloat16": tw.Codec(tw.TopK(0.05, exact=True), tw.BFloat16(), min_numel=0),
     "stochastic": tw.Codec(tw.Threshold(0.01), tw.Bits(4, seed=3)),
+    "unary": tw.Codec(tw.TopK(0.05), tw.Unary()),
     "nesterov": tw.Codec(tw.TopK(0.05), tw.Bits(8), tw.MomentumCorrection(0.5, nesterov=True)),
     "decay": tw.Codec(tw.Percentile(95), tw.Sign(), tw.ErrorFeedback(0.9)),
     "torch momentum": tw.Codec(tw.RandomK(0.05), tw.Float32(), tw.MomentumCorrection(0.5), kernels="torch"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
         TopK,
         Warmup,
     )
-    from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign
+    from thinwire.codec.values import BFloat16, Bits, Float16, Float32, Sign, Unary
 
 __all__ = ["AccuracyCutoff", "BFloat16", "Bits", "Codec", "Dynamic", "ErrorFeedback", "Float16", "Float32", "Frame"]
 __all__ += [
@@ -34,7 +34,7 @@ __all__ += [
     "Sign",
     "StdDev",
 ]
-__all__ += ["Threshold", "TopK", "Warmup"]
+__all__ += ["Threshold", "TopK", "Unary", "Warmup"]
 
 _MODULES = {
     "thinwire.codec.codec": ("Codec",),
@@ -51,7 +51,7 @@ _MODULES = {
         "AccuracyCutoff",
     ),
     "thinwire.codec.low_rank": ("LowRank",),
-    "thinwire.codec.values": ("Float32", "Float16", "BFloat16", "Bits", "Sign"),
+    "thinwire.codec.values": ("Float32", "Float16", "BFloat16", "Bits", "Sign", "Unary"),
     "thinwire.codec.feedback": ("NoFeedback", "ErrorFeedback", "MomentumCorrection"),
 }
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -28,7 +28,7 @@ from thinwire.codec.encode import (
 from thinwire.codec.feedback import DTYPES, ErrorFeedback, Feedback, Vector, first_not_finite
 from thinwire.codec.frame import Frame, FrameReader, section_bound, window_bytes
 from thinwire.codec.selection import Group, NativeGroup, RandomK, Rotate, Rule, Selection, TopK, TorchGroup, Window
-from thinwire.codec.values import SEEDS, Bits, Values
+from thinwire.codec.values import SEEDS, Bits, Unary, Values
 
 State = dict[str, Any]
 Slots = dict[str, dict[str, Tensor]]
@@ -46,8 +46,9 @@ class Codec:
     values: how the values of sent entries are written.
     feedback: what becomes of the rest.
     scope: "tensor" gives every tensor its own threshold, "global" one threshold to all tensors of an encode.
-    min_numel: smaller tensors (biases, norms) are sent whole, in the codec's values or in 8 bits if those are fewer.
-        Rotate takes them as all others; its codec has a min_numel of 0.
+    min_numel: smaller tensors (biases, norms) are sent whole, in the codec's values; in 8 bits if those are `Bits(4)`,
+        `Bits(2)` or `Sign`, or `Unary` without error feedback. Rotate takes them as all others; its codec has a
+        min_numel of 0.
     kernels: "native", "torch" (any device), or "auto": native for CPU tensors. Both give the same frames.
     """
 
@@ -222,8 +223,12 @@ class Codec:
 
     @property
     def small_values(self) -> Values:
-        """How tensors below `min_numel` are written: fewer than 8 bits would be too coarse for biases and norms."""
-        return self.values if self.values.bits >= 8 else Bits(8)
+        """How tensors below `min_numel` are written: 4, 2 or 1 bits would be too coarse for biases and norms.
+
+        Unary values have no largest level, and error feedback corrects their rounding; without it they are too coarse.
+        """
+        corrected = isinstance(self.values, Unary) and bool(self.feedback.slots)
+        return self.values if self.values.bits >= 8 or corrected else Bits(8)
 
     def reserves(self, sizes: Sequence[int]) -> list[int]:
         """Return the bytes to keep free at each section for the headers and small tensors of later sections.

@@ -12,7 +12,7 @@ class Values:
     """Base class of the value formats."""
 
     code: int  # in a section's header
-    bits: int  # per value, without the scales
+    bits: float  # per value, without the scales; where it depends on the values, about that many
     seed: int | None = None  # of stochastic rounding; None: values are rounded to nearest
 
 
@@ -65,3 +65,17 @@ class Sign(Values):
 
     code = 6
     bits = 1
+
+
+@dataclass(frozen=True)
+class Unary(Values):
+    """A sign and a level in unary code: about 2.6 bits per value, at most 3.
+
+    A level is the excess of a magnitude over the block's smallest, in whole multiples of the block's mean excess. The
+    magnitudes of selected entries are the tail of a distribution, in which small levels are frequent: unary code, the
+    Golomb code with divisor 1, is then near the entropy. The receiver reads the points with the least squared error:
+    the mean of the magnitudes of level 0, and a step per level.
+    """
+
+    code = 7
+    bits = 2.6

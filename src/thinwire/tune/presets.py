@@ -6,7 +6,7 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import MomentumCorrection, NoFeedback
 from thinwire.codec.low_rank import LowRank
 from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, Selection, StdDev, TopK, Warmup
-from thinwire.codec.values import Bits, Float32, Sign
+from thinwire.codec.values import Bits, Float32, Sign, Unary
 from thinwire.tune.adaptive import Adaptive
 from thinwire.tune.cost import Measured, Payload
 
@@ -32,6 +32,10 @@ PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
         "Deep Gradient Compression: momentum correction with 0.9 and a density that falls from 25 % to 0.1 % over 500 "
         "steps.",
         lambda: Codec(TopK(Warmup([0.25, 0.0625, 0.0156, 0.004, 0.001], 100)), Bits(8), MomentumCorrection(0.9)),
+    ),
+    "unary": (
+        "Sends the largest 1 % in about 2.6 bits, levels in unary code.",
+        lambda: Codec(TopK(0.01), Unary()),
     ),
     "4bit": ("Sends the largest 1 % in 4 bits.", lambda: Codec(TopK(0.01), Bits(4))),
     "2bit": ("Sends the largest 1 % in 2 bits.", lambda: Codec(TopK(0.01), Bits(2))),

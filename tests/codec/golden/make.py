@@ -25,8 +25,8 @@ def frames() -> dict[str, tuple[tw.codec.Frame, list[int]]]:
     """Every value format over two tensors, and each of the other parts of the format once."""
     made = {}
     tensors = {"w": gradient(3000, 1), "b": gradient(21, 2)}
-    formats = [tw.Float32(), tw.Float16(), tw.BFloat16(), tw.Bits(8), tw.Bits(4), tw.Bits(2), tw.Sign()]
-    names = ["float32", "float16", "bfloat16", "bits8", "bits4", "bits2", "sign"]
+    formats = [tw.Float32(), tw.Float16(), tw.BFloat16(), tw.Bits(8), tw.Bits(4), tw.Bits(2), tw.Sign(), tw.Unary()]
+    names = ["float32", "float16", "bfloat16", "bits8", "bits4", "bits2", "sign", "unary"]
     for name, values in zip(names, formats, strict=True):
         frame = tw.Codec(tw.TopK(0.02, exact=True), values, min_numel=100).encode(tensors)
         made[f"v1-{name}"] = (frame, [3000, 21])
@@ -42,6 +42,10 @@ def frames() -> dict[str, tuple[tw.codec.Frame, list[int]]]:
     shapes = {"run": gradient(700, 3), "half": gradient(1300, 4), "far": far, "none": torch.empty(0)}
     codec = tw.Codec(tw.TopK(0.5, exact=True), tw.Sign(), min_numel=1000)
     made["v1-shapes"] = (codec.encode(shapes), [700, 1300, 1_000_000, 0])
+    # Blocks of equal magnitudes, of one outlier, of zeros, and of the largest values; the last block is a single entry.
+    extremes = torch.cat([gradient(512, 5).sign(), gradient(512, 6), torch.zeros(512), gradient(513, 7) * 3e37])
+    extremes[700] = 1e6
+    made["v1-unary-extremes"] = (tw.Codec(tw.TopK(1.0), tw.Unary()).encode({"w": extremes}), [2049])
     made["v1-non-finite"] = (tw.Codec(0.1).encode({"w": torch.tensor([1.0, torch.inf])}), [2])
     return made
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire as tw
 from tests.cluster import Cluster
 from tests.link import jobs
-from thinwire.tools.bench import fidelity
+from thinwire.tools.bench import fidelity, value_fidelity
 from thinwire.tools.bench.fidelity import FidelityRun, Results
 from thinwire.tools.recipes.recipe import Batch, Defaults, Optimizer, Recipe, Splits
 from thinwire.tools.simulate.ranks import training
@@ -180,3 +180,23 @@ def test_a_run_writes_its_file_once_and_says_how_far_it_is(
     assert Results(tmp_path).rows == {run: json.loads((tmp_path / run.file).read_text())}
     assert row["curve"][-1][0] == 2 and 3.0 < row["loss"] < 6.0
     assert [path.name for path in tmp_path.iterdir()] == [run.file]
+
+
+def test_values_are_judged_by_the_means_of_all_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = list(dict.fromkeys(fidelity.wanted("values", fidelity.METHODS, Results(tmp_path))))
+    assert len(runs) == 30 and len({run.file for run in runs}) == 30
+    worse = {"accuracy": -0.002, "bleu": -0.4, "loss": 0.02}  # 0.2 points of accuracy are allowed, the others are not
+    for run in runs:
+        task = value_fidelity.TASKS[run.recipe]
+        value = 0.9 + 0.01 * run.seed + (worse[task.metric] if run.method.endswith("unary") else 0.0)
+        curve = [[step, value] for step in sorted(task.evaluated_steps())]
+        assert len(curve) == task.evaluations and curve[-1][0] == run.steps
+        row = {"run": vars(run), task.metric: value, "curve": curve, "bits": 0.5}
+        (tmp_path / run.file).write_text(json.dumps(row))
+    bars = value_fidelity.judge(Results(tmp_path).rows.values())
+    assert {bar["what"].split(":")[0]: bar["met"] for bar in bars} == {
+        **dict.fromkeys(("digits", "mnist", "cifar10"), True),
+        **dict.fromkeys(("translate", "gpt"), False),
+    }
+    assert "MISSED gpt: loss of unary against topk1" in capsys.readouterr().out
+    assert not [run for run in fidelity.wanted("values", (), Results(tmp_path)) if run not in Results(tmp_path).rows]

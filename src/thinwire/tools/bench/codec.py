@@ -23,10 +23,10 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.codec import Codec
-from thinwire.codec.feedback import Accumulated, array_args
-from thinwire.codec.frame import Frame, FrameReader
+from thinwire.codec.feedback import Accumulated, NoFeedback, array_args
+from thinwire.codec.frame import Frame, FrameReader, section_bound
 from thinwire.codec.selection import Dynamic, Percentile, RandomK, Rotate, Selection, StdDev, Threshold, TopK
-from thinwire.codec.values import Bits, Values
+from thinwire.codec.values import Bits, Float32, Unary, Values
 from thinwire.tools.options import verdict, write_json
 from thinwire.tools.progress import WorkProgress
 from thinwire.tune.adaptive import Adaptive
@@ -73,7 +73,8 @@ def sampled_indices(x: Tensor, density: float) -> Tensor:
 
 DENSITIES = (0.1, 0.01, 0.001)
 PASSES = 2
-TIMINGS = len(DENSITIES) * PASSES * 14  # of one size, for the progress bar
+EIGHT = Bits(8)
+TIMINGS = len(DENSITIES) * PASSES * 16  # of one size, for the progress bar
 
 
 class Timing(NamedTuple):
@@ -187,9 +188,9 @@ def baseline(bench: Bench, name: str, encode: Encoder) -> Candidate:
     return Candidate(name, encode, lambda: bench.residual.copy_(bench.saved), lambda: sizes)
 
 
-def encoder(bench: Bench, name: str, selection: Selection) -> tuple[Candidate, list[Frame]]:
-    """Return the candidate of thinwire's encode with `ErrorFeedback` and `Bits(8)`, and a list with its last frame."""
-    codec = Codec(selection, Bits(8))
+def encoder(bench: Bench, name: str, selection: Selection, values: Values = EIGHT) -> tuple[Candidate, list[Frame]]:
+    """Return the candidate of thinwire's encode with `ErrorFeedback`, and a list with its last frame."""
+    codec = Codec(selection, values)
     codec.encode({"w": bench.gradients[1]})
     residual = codec.residuals("w")["residual"]
     frames: list[Frame] = []
@@ -198,18 +199,27 @@ def encoder(bench: Bench, name: str, selection: Selection) -> tuple[Candidate, l
         frames[:] = [codec.encode({"w": bench.gradients[0]})]
 
     def sizes() -> tuple[float, float, int]:
-        return frame_sizes(frames[0], Bits(8))
+        return frame_sizes(frames[0], bench.n)
 
     return Candidate(f"encode {name}", run, lambda: residual.copy_(bench.saved), sizes), frames
 
 
-def frame_sizes(frame: Frame, values: Values) -> tuple[float, float, int]:
-    """Return the sizes of a frame of one tensor; all bits but those of values and scales count as index bits."""
+def frame_sizes(frame: Frame, n: int) -> tuple[float, float, int]:
+    """Return the sizes of a frame of one tensor; all bits but those of values and scales count as index bits.
+
+    The index bits are those of a frame with the same entries as float32, whose values take 32 bits each.
+    """
     (count,) = frame.counts
-    full, rest = divmod(count, _native.BLOCK)
-    stored = full * _native.block_bytes(values.code, _native.BLOCK)
-    stored += _native.block_bytes(values.code, rest) if rest else 0
-    return 8.0 * len(frame), 8.0 * (len(frame) - stored), count
+    reader = FrameReader(frame, [n])
+    (section,) = reader.sections
+    positions, values = reader.entries(section)
+    if section.coding != _native.GAPS:  # the header implies the positions
+        return 8.0 * len(frame), 8.0 * (_native.HEADER_BYTES + _native.section_bytes(0, n, section.coding)), count
+    buffer = torch.empty(section_bound(n, count, Float32()) + _native.HEADER_BYTES, dtype=torch.uint8)
+    writer = _native.Writer(buffer.data_ptr(), len(buffer))
+    entries = (0, positions.data_ptr(), values.data_ptr(), count, n, values.data_ptr(), Float32.code, False, 0)
+    writer.add_entries(entries, None, 0)
+    return 8.0 * len(frame), 8.0 * (writer.finish(0, False) - 4 * count), count
 
 
 def _row(name: str, n: int, density: float, took: Timing | None, bits: float, index: float, kept: int) -> CodecRow:
@@ -232,7 +242,10 @@ def rows_of(n: int, seconds: float, advance: Callable[[str], None]) -> Iterator[
         for candidate, best in zip(candidates, times, strict=True):
             yield _row(candidate.name, n, density, best, *candidate.sizes())
     frame = Codec(TopK(0.01, exact=True), Bits(2)).encode({"w": bench.gradients[0]})
-    yield _row("encode TopK exact, 2 bits", n, 0.01, None, *frame_sizes(frame, Bits(2)))
+    yield _row("encode TopK exact, 2 bits", n, 0.01, None, *frame_sizes(frame, n))
+    for density in DENSITIES:
+        frame = Codec(TopK(density, exact=True), Unary()).encode({"w": bench.gradients[0]})
+        yield _row("encode TopK exact, unary", n, density, None, *frame_sizes(frame, n))
 
 
 def _candidates(bench: Bench, density: float) -> list[Candidate]:
@@ -242,10 +255,15 @@ def _candidates(bench: Bench, density: float) -> list[Candidate]:
     exact, frames = encoders["TopK exact"]
     out = torch.zeros(bench.n)
 
-    def decode() -> None:  # validates the frame and adds it to a gradient
-        FrameReader(frames[0], [bench.n]).add_to([out], 0.5)
+    def decoder(name: str, frames: list[Frame], sizes: Callable[[], tuple[float, float, int]]) -> Candidate:
+        def decode() -> None:  # validates the frame and adds it to a gradient
+            FrameReader(frames[0], [bench.n]).add_to([out], 0.5)
 
-    return [*candidates, update_encoder(bench), Candidate("decode and add", decode, lambda: None, exact.sizes)]
+        return Candidate(name, decode, lambda: None, sizes)
+
+    unary, coded = encoder(bench, "TopK, unary", TopK(density), Unary())
+    decoders = decoder("decode and add", frames, exact.sizes), decoder("decode and add, unary", coded, unary.sizes)
+    return [*candidates, unary, update_encoder(bench), *decoders]
 
 
 def update_encoder(bench: Bench) -> Candidate:
@@ -263,7 +281,7 @@ def update_encoder(bench: Bench) -> Candidate:
         frames[:] = [codec.encode({"w": residual})]
 
     return Candidate(
-        "encode an update", run, lambda: residual.copy_(bench.saved), lambda: frame_sizes(frames[0], Bits(2))
+        "encode an update", run, lambda: residual.copy_(bench.saved), lambda: frame_sizes(frames[0], bench.n)
     )
 
 
@@ -305,7 +323,9 @@ def from_rows(rows: Iterable[CodecRow], n: int) -> list[Bar]:
         Bar("encode, Dynamic", 3.5, ratio("encode Dynamic"), "x the copy"),
         Bar("encode, Adaptive", 1.5, ratio("encode Adaptive") / ratio("encode TopK"), "x sampled TopK"),
         Bar("encode an update, 8 %, 2 bits", 2.5, ratio("encode an update"), "x the copy"),
+        Bar("encode, sampled TopK, unary", 1.75, ratio("encode TopK, unary"), "x the copy"),
         Bar("decode and add one frame", 0.35, ratio("decode and add"), "x the copy"),
+        Bar("decode and add one frame, unary", 0.4, ratio("decode and add, unary"), "x the copy"),
     ]
     for density in DENSITIES:
         row = found["encode TopK exact", density]
@@ -315,6 +335,8 @@ def from_rows(rows: Iterable[CodecRow], n: int) -> list[Bar]:
         ("encode TopK exact", 0.01, 195.0, "1 %, 8 bits"),
         ("encode TopK exact, 2 bits", 0.01, 305.0, "1 %, 2 bits"),
         ("encode TopK exact", 0.001, 1550.0, "0.1 %, 8 bits"),
+        ("encode TopK exact, unary", 0.01, 290.0, "1 %, unary"),
+        ("encode TopK exact, unary", 0.001, 2050.0, "0.1 %, unary"),
     ):
         smaller = 32.0 / found[name, density].bits_per_element
         bars.append(Bar(f"float32 against the frame, {words}", limit, smaller, "x larger", most=False))
@@ -339,6 +361,27 @@ def density_bars(n: int) -> list[Bar]:
                 (count,) = Codec(TopK(density), Bits(8)).encode({"w": x}, step=seed).counts
                 worst = max(worst, abs(count / (density * n) - 1.0))
         bars.append(Bar(f"sampled TopK's density, {name}", 10.0, 100.0 * worst, "% off at most"))
+    return bars
+
+
+_TAILS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "Laplace": _DISTRIBUTIONS["Laplace"],
+    "Student t3": lambda n, g: (
+        torch.randn(n, generator=g) / (torch.randn(3, n, generator=g).square_().sum(0) / 3.0).sqrt_()
+    ),
+}
+
+
+def error_bars(n: int) -> list[Bar]:
+    """Return bars on the relative squared error of the largest 1 % as unary values."""
+    bars = []
+    for (name, make), limit in zip(_TAILS.items(), (0.003, 0.008), strict=True):
+        x = make(n, torch.Generator().manual_seed(0))
+        reader = FrameReader(Codec(TopK(0.01, exact=True), Unary(), NoFeedback()).encode({"w": x}), [n])
+        positions, values = reader.entries(reader.sections[0])
+        kept = x[positions].double()
+        error = float((values - kept).square().sum() / kept.square().sum())
+        bars.append(Bar(f"squared error of unary values, {name}", limit, error, "of their square"))
     return bars
 
 
@@ -412,6 +455,7 @@ def _measure(sizes: list[int], seconds: float) -> tuple[list[CodecRow], list[Bar
             rows += rows_of(n, seconds, lambda words: progress.advance(figures=words))
         progress.advance(0, figures="densities")
         bars = from_rows(rows, largest) + density_bars(min(largest, 4_000_000))
+        bars += error_bars(min(largest, 4_000_000))
         progress.advance(figures="memory")
         bars += memory_bars(largest)
         progress.advance()
@@ -423,7 +467,7 @@ def _number(x: float | None, digits: int = 2) -> str:
 
 
 def _table(rows: list[CodecRow], n: int) -> Table:
-    title = f"n = {n:,}: one thread, ratios to copying the tensor, ErrorFeedback + Bits(8)"
+    title = f"n = {n:,}: one thread, ratios to copying the tensor, ErrorFeedback + Bits(8) unless stated otherwise"
     table = Table("", title=title, box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("density", "kept", "x copy", "ms", "bits/el", "bits/idx", "entropy"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -445,5 +489,7 @@ def _bar_table(bars: list[Bar], n: int) -> Table:
     for bar in bars:
         limit = f"{'≤' if bar.most else '≥'} {bar.limit:g}"
         word = words[bar.passed] if judged or bar.passed is None else ""
-        table.add_row(bar.what, limit, _number(bar.measured, 3 if bar.limit < 2 else 2), bar.unit, word)
+        table.add_row(
+            bar.what, limit, _number(bar.measured, 5 if bar.limit < 0.1 else 3 if bar.limit < 2 else 2), bar.unit, word
+        )
     return table

@@ -14,7 +14,7 @@ from thinwire.tools.options import Delays, HostDelay, JsonFile, Loss, Preset, li
 app = typer.Typer(help="Measure thinwire on this machine.", no_args_is_help=True)
 
 _SERVER_PARTS = ("phases", "stragglers", "policies", "trips")
-_FIDELITY_PARTS = ("rates", "seeds", "long", "many", "local", "translate")
+_FIDELITY_PARTS = ("rates", "seeds", "long", "many", "local", "translate", "values")
 _LOCAL_PARTS = ("steps", "stragglers")
 _GPTS = ("gpt", "gpt-10m")
 _UDP_PARTS = ("loss", "fair", "incast", "fuzz", "sender")
@@ -225,10 +225,10 @@ def fidelity_command(
     ),
     only: Annotated[
         str, typer.Option(help=f"Parts to run: {', '.join(_FIDELITY_PARTS)}; none only prints the tables.")
-    ] = ",".join(_FIDELITY_PARTS[:-2]),
+    ] = ",".join(_FIDELITY_PARTS[:-3]),
     methods: Annotated[str, typer.Option(help="Methods, comma-separated; all by default.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Simulations at a time, one thread each.")] = 2,
-    data: Annotated[Path | None, typer.Option(help="Folder of Multi30k, for the part translate.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the data for translate and values.")] = None,
     json_file: JsonFile = None,
 ) -> int:
     """Compare the loss of a small GPT with AdamW between methods, by exact simulation of all ranks."""

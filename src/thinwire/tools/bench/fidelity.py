@@ -26,6 +26,7 @@ from rich.table import Table
 
 from thinwire.errors import ThinwireError
 from thinwire.files import replace_file
+from thinwire.tools.bench import value_fidelity
 from thinwire.tools.options import LINE_EVERY, verdict, write_json
 from thinwire.tools.progress import duration, print_line
 
@@ -154,6 +155,11 @@ class Results:
 
 def wanted(part: str, methods: Sequence[str], results: Results) -> Iterator[FidelityRun]:
     """The runs of one part; those of later parts depend on the best rates that the first has found."""
+    if part == "values":
+        for name, task in value_fidelity.TASKS.items():
+            for seed, method in itertools.product(value_fidelity.SEEDS, task.methods()):
+                yield FidelityRun(method, task.lr, task.steps, value_fidelity.WORKERS, seed, name)
+        return
     if part == "local":
         chosen = [method for method in methods if method.startswith(("local", "diloco"))]
         yield from _wanted_local(chosen or LOCAL_METHODS, results)
@@ -200,7 +206,7 @@ def run(
 ) -> int:
     """Do what is missing, print the tables, write the figures, and return 1 if a bar was missed.
 
-    data: the folder of Multi30k, for the part "translate".
+    data: the folder of Multi30k for the part "translate"; for "values" also of MNIST and CIFAR-10.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
@@ -291,13 +297,16 @@ def simulate(
     recipe = get_recipe(job.recipe)
     splits = recipe.load(data if job.recipe != "gpt" else None)
     every, samples = (EVERY, EVALUATED) if job.recipe == "gpt" else (job.steps, None)
+    ends = set(range(every, job.steps, every)) | {job.steps}
+    if (task := value_fidelity.task_of(job.recipe, job.method, job.steps)) is not None:
+        ends, samples = task.evaluated_steps(), task.samples
     workers = 1 if job.method == "alone" else job.workers
     order = DataOrder(len(splits.train), batch=recipe.defaults.batch, workers=job.workers, seed=job.seed)
     trained = training(job.method, recipe, seed=job.seed, workers=job.workers, lr=job.lr, steps=job.steps)
     began, curve = time.monotonic(), []
     for step in range(job.steps):
         trained.step([splits.train.batch(order.at(step, rank)) for rank in range(workers)])
-        if (step + 1) % every == 0 or step + 1 == job.steps:
+        if step + 1 in ends:
             curve.append([step + 1, recipe.evaluate(trained.model, splits.test, samples)])
             if not math.isfinite(curve[-1][1]):
                 break
@@ -356,7 +365,7 @@ def _bars(results: Results) -> list[dict[str, Any]]:
         word = "met   " if met else "MISSED"
         Console().print(f"{word} {bar.what}: {above:+.1%} (bar {bar.limit:+.0%})", highlight=False)
         rows.append({"what": bar.what, "above_dense": above, "limit": bar.limit, "seeds": len(losses), "met": met})
-    return rows + _local(results) + _translated(results)
+    return rows + _local(results) + _translated(results) + value_fidelity.judge(results.rows.values())
 
 
 def _local(results: Results) -> list[dict[str, Any]]:
