@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names that load o
     from thinwire.errors import FrameError, LinkError, ThinwireError
     from thinwire.hooks.attach import attach
     from thinwire.link.link import Link
-    from thinwire.link.outer import SGD, Nesterov
+    from thinwire.link.rounds import SGD, Nesterov
     from thinwire.link.state import merge_states
     from thinwire.server.server import Server
     from thinwire.server.worker import Worker
@@ -68,7 +68,7 @@ _PACKAGES = ("codec", "errors", "exchange", "integrations", "server", "tune")
 _MODULES = {
     "thinwire.hooks.attach": ("attach",),
     "thinwire.link.link": ("Link",),
-    "thinwire.link.outer": ("SGD", "Nesterov"),
+    "thinwire.link.rounds": ("SGD", "Nesterov"),
     "thinwire.link.state": ("merge_states",),
     "thinwire.codec.codec": ("Codec",),
     "thinwire.codec.selection": ("TopK", "Percentile", "Threshold", "StdDev", "Dynamic", "RandomK", "Rotate", "Warmup"),

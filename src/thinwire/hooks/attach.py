@@ -23,8 +23,7 @@ from thinwire.hooks.fsdp import attach_fsdp, is_sharded
 from thinwire.hooks.optimizer import attach_optimizer, attach_sharded_optimizer
 from thinwire.link.assembly import LinkOptions, dense_is_quick, open_local_link
 from thinwire.link.link import Link
-from thinwire.link.outer import SGD, Nesterov, Outer
-from thinwire.link.rounds import Rounds
+from thinwire.link.rounds import SGD, Nesterov, Outer, Rounds
 from thinwire.link.shards import local_part
 from thinwire.tune.presets import LOCAL
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.codec.encode import Batch
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel, share
-from thinwire.link.diagnosis import Diagnosis
+from thinwire.link.stats import Diagnosis
 
 _log = logging.getLogger("thinwire")
 

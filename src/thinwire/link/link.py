@@ -26,12 +26,11 @@ from thinwire.errors import LinkError
 from thinwire.exchange.base import Bucket, Exchange, Outcome
 from thinwire.exchange.channel import Channel, FailureBoard, OwnGroups, check_replicas, describe_failure
 from thinwire.exchange.rounds import Round
-from thinwire.link.diagnosis import Diagnosis
 from thinwire.link.diagnostics import Diagnostics, agree_on_every
 from thinwire.link.rescale import ResidualUnits
 from thinwire.link.shards import ShardedLink, Shards
 from thinwire.link.state import STATE_VERSION, fit_shards, load_link_state, mean_link_state, without_unknown
-from thinwire.link.stats import Counters, Stats
+from thinwire.link.stats import Counters, Diagnosis, Stats
 from thinwire.link.thread import Future, Job, LinkThread, Pending, value_or_error
 
 T = TypeVar("T")

@@ -21,8 +21,7 @@ from torch.autograd.graph import increment_version
 from thinwire import _native
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import FLOAT_MAX, Accumulated, ErrorFeedback, Feedback, NoFeedback, array_args
-from thinwire.link.outer import SGD, check_state
-from thinwire.link.rounds import Rounds
+from thinwire.link.rounds import SGD, Rounds, check_state
 from thinwire.link.shards import local_part, shared_like
 from thinwire.link.thread import Job, Pending
 

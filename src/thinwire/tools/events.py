@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin
 
 from thinwire.errors import LogError
-from thinwire.link.diagnosis import Diagnosis as Diagnosis  # for those who read logs
+from thinwire.link.stats import Diagnosis as Diagnosis  # for those who read logs
 
 FORMAT = 2  # of the records; logs of thinwire 0.1 have none
 PHASES = ("compute", "compress", "exchange", "apply")

@@ -19,8 +19,7 @@ from thinwire.codec.values import Bits
 from thinwire.exchange.choose import NAMES
 from thinwire.hooks.attach import attach, has_second_moments
 from thinwire.link.link import Link
-from thinwire.link.outer import SGD, Nesterov
-from thinwire.link.rounds import Rounds
+from thinwire.link.rounds import SGD, Nesterov, Rounds
 from thinwire.tune.presets import LOCAL, PRESETS, resolve_codec
 
 BASELINES = ("infinite", "dense", "fp16", "powersgd")

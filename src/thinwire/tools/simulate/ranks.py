@@ -27,8 +27,7 @@ from thinwire.exchange.rounds import Arrived, Round
 from thinwire.exchange.scatter_reduce import ScatterReduce
 from thinwire.hooks.adam import correct_noise, corrects
 from thinwire.link.link import all_zero
-from thinwire.link.outer import Nesterov
-from thinwire.link.rounds import Rounds
+from thinwire.link.rounds import Nesterov, Rounds
 from thinwire.link.thread import Pending
 from thinwire.link.updates import Updates
 from thinwire.tools.race.methods import local_rounds, update_codec
