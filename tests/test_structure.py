@@ -72,6 +72,13 @@ def test_the_command_answers_without_torch() -> None:
     assert "torch" not in loaded("import thinwire.tools.cli")
 
 
+def test_races_and_the_server_load_without_the_extra_server() -> None:
+    extra = ("zmq", "cryptography", "prometheus_client", "mpi4py")
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({extra}))"
+    used = "import thinwire, thinwire.tools.race.race; thinwire.Server; thinwire.Worker"
+    assert not loaded(used, hidden).intersection(extra)
+
+
 def test_old_names_say_what_to_use_now() -> None:
     import thinwire
 

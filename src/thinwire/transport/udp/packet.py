@@ -15,9 +15,6 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
 from thinwire import _native
 from thinwire.errors import TransportError
 from thinwire.transport.base import LARGEST_PACKET, MOST_PARTS, Buffer
@@ -281,6 +278,8 @@ class PacketEncryptor:
     """Encrypts the packets of one direction of a session."""
 
     def __init__(self, session: int, key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # of an extra that only udp needs
+
         self._session, self._cipher, self._counter = session, AESGCM(key), 0
 
     def encrypt(self, contents: bytes) -> bytes:
@@ -299,7 +298,10 @@ class PacketDecryptor:
     """Authenticates and decrypts the packets of one direction; `rejected` counts the other packets by reason."""
 
     def __init__(self, key: bytes) -> None:
-        self._cipher = AESGCM(key)
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._invalid = AESGCM(key), InvalidTag
         # seen[counter % window]: whether that packet has come. It is allocated for the first genuine one.
         self._newest, self._seen = 0, bytearray()
         self.rejected: Counter[str] = Counter()
@@ -313,7 +315,7 @@ class PacketDecryptor:
             return None
         try:
             contents = self._cipher.decrypt(nonce, encrypted, header)
-        except InvalidTag:
+        except self._invalid:
             self.rejected["forged"] += 1
             return None
         if not self._seen:
