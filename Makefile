@@ -3,7 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.?pp)
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
+# $(call lively,WORK,COMMANDS) runs commands that print nothing for a minute or more, and prints a line every 5 s. The
+# shell stops the loop that prints when the commands have ended or are interrupted; if the shell itself is killed, the
+# loop notices and ends.
+lively = @( trap 'kill $$!; wait; exit' TERM; seconds=0; while sleep 5 & wait $$! && kill -0 $$$$; do \
+	seconds=$$((seconds + 5)); echo "$(1): $$seconds s so far"; done ) 2>/dev/null & \
+	loop=$$!; trap '{ kill $$loop; wait $$loop; } 2>/dev/null' EXIT; trap 'exit 130' INT; trap 'exit 143' TERM; $(2)
 
 .PHONY: race test test-long lint pytest docs fuzz faults setup clean
 
@@ -16,7 +23,7 @@ test: lint pytest
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(call lively,mypy,$(BIN)/mypy)
 	$(BIN)/codespell
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
@@ -30,28 +37,28 @@ test-long: setup
 
 # A broken link, a missing page or a missing name in the API reference fails the build.
 docs: setup
-	$(BIN)/mkdocs build --strict
+	$(call lively,mkdocs,$(BIN)/mkdocs build --strict)
 
 fuzz: setup
 	$(BIN)/python native/fuzz/run.py --seconds $(or $(SECONDS_TO_RUN),60)
 
-# Simulated schedules of faults for the parameter server; a failing seed is printed. BUG=NAME tries a deliberate bug.
+# Simulated schedules of faults for the parameter server; a failing seed is printed. JOBS: processes, one for each core
+# by default. BUG=NAME tries a deliberate bug.
 faults: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.simulation --seeds $(or $(SEEDS),10000) $(if $(BUG),--bug $(BUG))
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.server.simulation --seeds $(or $(SEEDS),10000) \
+		$(if $(JOBS),--jobs $(JOBS)) $(if $(BUG),--bug $(BUG))
 
 setup: $(VENV)/.installed-dev
 
 # Two levels of installation, so that `make race` does not wait for the developers' tools.
 $(VENV)/.installed: $(SOURCES)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing thinwire into $(VENV) (about a minute, longer where torch is downloaded)"
-	@$(INSTALL) '.[tools]'
+	$(call lively,installing,{ test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } && $(PIP) '.[tools]')
 	@touch $@
 
 $(VENV)/.installed-dev: $(SOURCES)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing thinwire and the developers' tools into $(VENV) (about a minute, longer where torch is downloaded)"
-	@$(INSTALL) '.[dev]'
+	$(call lively,installing,{ test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } && $(PIP) '.[dev]')
 	@touch $(VENV)/.installed $@
 
 clean:

@@ -98,6 +98,15 @@ void check_owners(const std::vector<Writer*>& owners, const std::vector<size_t>&
     throw std::invalid_argument("every owner needs a writer and a reserve");
 }
 
+// (section, start and count of its window, world, first)
+using WindowArgs = std::tuple<SectionArgs, uint64_t, uint64_t, uint64_t, uint64_t>;
+
+void check_owners(const std::vector<Writer*>& owners, const std::vector<WindowArgs>& windows) {
+  for (const auto& [section, start, count, world, first] : windows)
+    if (world == 1 ? first >= owners.size() : world != owners.size())
+      throw std::invalid_argument("every owner of a window needs a writer");
+}
+
 void bind_writer(nb::module_& m) {
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("GAPS") = int(Indexing::gaps);
@@ -152,6 +161,25 @@ void bind_writer(nb::module_& m) {
                     nb::gil_scoped_release release;
                     return as_tuple(Writer::add_window_parts(owners, reserves, {owners.size(), first},
                                                              section_of(section), {start, count}));
+                  })
+      // Windows of many tensors, of which each lies in all owners' frames or in that of one owner: for each tensor its
+      // section, start and count of the window, then world and first as in `Partition`.
+      .def_static("add_windows",
+                  [](const std::vector<Writer*>& owners, const std::vector<WindowArgs>& windows) {
+                    check_owners(owners, windows);
+                    nb::gil_scoped_release release;
+                    const std::vector<size_t> reserves(owners.size());
+                    std::vector<uint64_t> sent;
+                    for (const auto& [section, start, count, world, first] : windows) {
+                      const SectionInput input = section_of(section);
+                      const Window window{start, count};
+                      const Partition partition{world, first};
+                      sent.push_back(
+                          (world == 1 ? owners[first]->add_window(input, window, 0)
+                                      : Writer::add_window_parts(owners, reserves, partition, input, window))
+                              .sent);
+                    }
+                    return sent;
                   })
       .def("finish", [](Writer& w, int flags, bool pad) {
         nb::gil_scoped_release release;

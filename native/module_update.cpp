@@ -3,7 +3,7 @@
 #include "update.hpp"
 
 void bind_update(nb::module_& m) {
-  // These three take all parameters in one call, because most models have many small ones.
+  // All but `orthonormalise` take all parameters in one call, because most models have many small ones.
   // For each parameter: addresses of its start and residual, the local parameter, and how far it looked ahead.
   using Changed = std::tuple<Address, Address, ArrayArgs, float>;
   m.def("accumulate_updates", [](const std::vector<Changed>& parameters, float decay) {
@@ -28,16 +28,27 @@ void bind_update(nb::module_& m) {
     for (const auto& [p, shared, mean, n] : parameters)
       apply_mean(at<float>(p), at<float>(shared), at<const float>(mean), n);
   });
-  m.def("set_low_rank",
-        [](Address out, size_t rows, size_t columns, size_t rank, Address left, Address right) {
-          nb::gil_scoped_release release;
-          set_low_rank(at<float>(out), rows, columns, rank, at<const float>(left), at<const float>(right));
-        });
-  m.def("subtract_low_rank",
-        [](Address out, size_t rows, size_t columns, size_t rank, Address left, Address right) {
-          nb::gil_scoped_release release;
-          subtract_low_rank(at<float>(out), rows, columns, rank, at<const float>(left), at<const float>(right));
-        });
+  // For each matrix: rows, columns, rank, whether the vectors are as long as a row; addresses of the vectors, the
+  // coordinates and the matrix. With a rank of 0 the coordinates are the elements themselves.
+  using Product = std::tuple<size_t, size_t, size_t, bool, Address, Address, Address>;
+  m.def("subtract_low_rank", [](const std::vector<Product>& matrices) {
+    nb::gil_scoped_release release;
+    for (const auto& [rows, columns, rank, of_rows, vectors, coordinates, matrix] : matrices)
+      subtract_low_rank({rows, columns, rank, of_rows, at<const float>(vectors), at<const float>(coordinates)},
+                        at<float>(matrix));
+  });
+  // The same, then the seed and the address of the next basis, or 0 where it is not wanted.
+  using Expanded = std::tuple<size_t, size_t, size_t, bool, Address, Address, Address, uint64_t, Address>;
+  m.def("expand_low_rank", [](const std::vector<Expanded>& matrices) {
+    nb::gil_scoped_release release;
+    std::vector<bool> advanced;
+    for (const auto& [rows, columns, rank, of_rows, vectors, coordinates, matrix, seed, next] : matrices) {
+      const LowRank x{rows, columns, rank, of_rows, at<const float>(vectors), at<const float>(coordinates)};
+      set_low_rank(x, at<float>(matrix));
+      advanced.push_back(next && next_basis(x, at<float>(next), seed));
+    }
+    return advanced;
+  });
   m.def("orthonormalise", [](Address vectors, size_t rank, size_t length, uint64_t seed) {
     if (rank > length) throw std::invalid_argument("there are no more orthonormal vectors than elements of a vector");
     nb::gil_scoped_release release;

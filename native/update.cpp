@@ -286,12 +286,30 @@ THINWIRE_CLONES void apply_mean(float* parameters, float* shared, const float* m
   }
 }
 
-void set_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right) {
-  set_product(out, rows, columns, rank, left, right);
+void set_low_rank(const LowRank& x, float* matrix) {
+  if (x.rank == 0)
+    std::memcpy(matrix, x.coordinates, x.rows * x.columns * sizeof(float));
+  else if (x.of_rows)
+    set_product(matrix, x.rows, x.columns, x.rank, x.coordinates, x.vectors);
+  else
+    set_product(matrix, x.rows, x.columns, x.rank, x.vectors, x.coordinates);
 }
 
-void subtract_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right) {
-  subtract_product(out, rows, columns, rank, left, right);
+void subtract_low_rank(const LowRank& x, float* matrix) {
+  if (x.rank == 0)
+    for (size_t i = 0; i < x.rows * x.columns; ++i) matrix[i] -= x.coordinates[i];
+  else if (x.of_rows)
+    subtract_product(matrix, x.rows, x.columns, x.rank, x.coordinates, x.vectors);
+  else
+    subtract_product(matrix, x.rows, x.columns, x.rank, x.vectors, x.coordinates);
+}
+
+bool next_basis(const LowRank& x, float* next, uint64_t seed) {
+  const size_t length = x.of_rows ? x.rows : x.columns, size = x.rank * length;
+  if (std::all_of(x.coordinates, x.coordinates + size, [](float c) { return c == 0.0f; })) return false;
+  std::memcpy(next, x.coordinates, size * sizeof(float));
+  orthonormalise(next, x.rank, length, seed);
+  return true;
 }
 
 void orthonormalise(float* vectors, size_t rank, size_t length, uint64_t seed) {

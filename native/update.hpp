@@ -20,12 +20,21 @@ void look_ahead(float* parameters, float* shared, const float* residual, float a
 // Ends a step: subtracts the mean from the shared values and shows them. The mean may lie where the parameters do.
 void apply_mean(float* parameters, float* shared, const float* mean, size_t n);
 
-// Sets out, a matrix of rows x columns, to the sum of `rank` outer products left[k] right[k], added in the order of k.
-// All machines compute the same bits.
-void set_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right);
+// A matrix of rows x columns as the sum of `rank` outer products, added in their order, so that all machines compute
+// the same bits. One factor of each is a vector of a basis, as long as a row or as a column, the other its coordinates.
+// With a rank of 0 the coordinates are the elements themselves.
+struct LowRank {
+  size_t rows, columns, rank;
+  bool of_rows;
+  const float *vectors, *coordinates;
+};
 
-// Subtracts such a sum from out.
-void subtract_low_rank(float* out, size_t rows, size_t columns, size_t rank, const float* left, const float* right);
+// Sets a matrix to such a sum, or subtracts the sum from it.
+void set_low_rank(const LowRank& x, float* matrix);
+void subtract_low_rank(const LowRank& x, float* matrix);
+
+// Writes the next basis: the coordinates, made orthonormal. Returns false if all of them are zero, and writes nothing.
+bool next_basis(const LowRank& x, float* next, uint64_t seed);
 
 // Makes `rank` vectors of `length` elements orthonormal in float64 and a fixed order of additions, as Gram and Schmidt's
 // method does, so that all machines compute the same bits. A vector that depends on those before it is replaced by a random one,

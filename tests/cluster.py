@@ -129,7 +129,7 @@ class Cluster:
         workers = [self._worker(rank) for rank in range(world)]
         for rank, (_, pipe) in enumerate(workers):
             pipe.send((function, rank, world, store.port, timeout, arguments))
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + max(PATIENCE, timeout)
         results: list[Any] = []
         failures: list[str] = []
         for rank, (process, pipe) in enumerate(workers):

@@ -36,11 +36,11 @@ OPTIONS = {
     "--warmup --json",
     "bench fsdp": "--machines --ranks --preset --rate --delay --host-delay --loss --methods --recipe --batch --steps "
     "--rounds --warmup --json",
-    "bench local": "--workers --rates --delay --only --methods --recipe --batch --base --seconds --slower --rounds "
-    "--turns --json",
+    "bench local": "--workers --preset --rates --delay --only --methods --recipe --batch --base --seconds --slower "
+    "--rounds --turns --json",
     "bench advice": "--workers --preset --rates --delay --methods --batch --steps --rounds --json",
     "bench server": "--workers --preset --rate --delay --host-delay --loss --only --steps --seconds --json",
-    "bench udp": "--only --preset --rate --delay --host-delay --loss --steps --seconds --fuzzed --json",
+    "bench udp": "--only --workers --preset --rate --delay --host-delay --loss --steps --seconds --fuzzed --json",
     "bench fidelity": "--folder --only --methods --jobs --data --json",
     "keys new": "FOLDER --name",
     "reproduce": "",

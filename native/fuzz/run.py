@@ -9,7 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from rich.console import Console
+
+from thinwire.tools.options import LINE_EVERY
+from thinwire.tools.progress import WorkProgress, lines_every
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -57,7 +63,13 @@ def fuzz(target: Path, corpus: Path, seconds: int) -> tuple[int, str]:
     """Run the fuzzer for some seconds and return its exit code and report."""
     command = [str(target), str(corpus), f"-max_total_time={seconds}", "-max_len=4096", "-print_final_stats=1"]
     command += ["-rss_limit_mb=2048", "-timeout=10", f"-artifact_prefix={target.parent}/"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    began = time.monotonic()
+
+    def sentence() -> str:
+        return f"fuzzing: {time.monotonic() - began:.0f} of {seconds} s"
+
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with lines_every(LINE_EVERY, sentence, Console()), process:
         assert process.stdout is not None
         lines: list[str] = []
         try:
@@ -88,7 +100,8 @@ def main() -> int:
     if arguments.seconds < 1:
         parser.error("--seconds must be at least 1")
     try:
-        target = build(arguments.build)
+        with WorkProgress("compiling the fuzzer", console=Console(), announce=False):
+            target = build(arguments.build)
     except ToolError as missing:
         print(f"fuzz: {missing}.", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ import thinwire as tw
 import thinwire.codec
 from thinwire.codec.codec import Kernels, Scope
 from thinwire.codec.feedback import Feedback
+from thinwire.codec.frame import FrameReader
 from thinwire.codec.selection import Selection
 
 SELECTIONS: list[Selection] = [
@@ -65,3 +66,12 @@ def test_tensors_that_are_sent_whole_keep_their_momentum(kernels: Kernels) -> No
     sent = [tw.Codec.decode(codec.encode(gradients), gradients)["bias"] for _ in range(3)]
     for found, expected in zip(sent, (1.0, 1.9, 2.71), strict=True):
         assert torch.allclose(found, torch.full((4,), expected))
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_small_tensors_are_unary_only_where_error_feedback_corrects_them(kernels: Kernels) -> None:
+    gradients = {"w": torch.randn(3000), "bias": torch.randn(64)}
+    for feedback, expected in ((tw.ErrorFeedback(), 7), (tw.NoFeedback(), 3)):
+        codec = tw.Codec(tw.TopK(0.01), tw.Unary(), feedback, kernels=kernels)
+        reader = FrameReader(codec.encode(gradients), [3000, 64])
+        assert [section.format for section in reader.sections] == [7, expected], feedback

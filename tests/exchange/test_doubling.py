@@ -19,6 +19,7 @@ import thinwire as tw
 import thinwire.exchange
 from tests.cluster import Cluster
 from tests.exchange import golden
+from thinwire.exchange import choose
 from thinwire.exchange.channel import Channel, checksum, share
 from thinwire.exchange.choose import choose_doubling
 from thinwire.exchange.doubling import hops
@@ -172,3 +173,30 @@ def test_all_ranks_choose_alike(cluster: Cluster) -> None:
     assert len(set(results)) == 1
     doubling, why = results[0]
     assert why.startswith("3 messages a rank by recursive doubling" if doubling else "4 messages a rank directly")
+
+
+def choice_with(rank: int, latency: float, message: float) -> tuple[bool, str, int]:
+    """What is chosen where an all-gather takes these seconds for each latency in turn and for each of its messages."""
+    channel = Channel(dist.distributed_c10d._get_default_group())
+    timed: list[bool] = []
+
+    def cost(channel: Channel, doubling: bool) -> float:
+        channel.doubling = doubling
+        timed.append(doubling)
+        count = len(hops(channel.world))
+        seconds = count * (latency + message) if doubling else latency + (channel.world - 1) * message
+        return seconds * (1.0 + 0.01 * rank)
+
+    before, choose._cost = choose._cost, cost
+    try:
+        why = choose_doubling(channel)
+    finally:
+        choose._cost = before
+    return channel.doubling, why, len(timed)
+
+
+def test_a_long_link_gathers_directly_and_dear_messages_double(cluster: Cluster) -> None:
+    long, near = cluster.run(choice_with, 5, 50e-3, 0.1e-3), cluster.run(choice_with, 5, 0.1e-3, 1e-3)
+    assert all(not doubling and why.startswith("4 messages a rank directly") for doubling, why, _ in long)
+    assert all(doubling and why.startswith("3 messages a rank by recursive doubling") for doubling, why, _ in near)
+    assert {probes for *_, probes in long} == {4} and {probes for *_, probes in near} == {12}  # long links: once each

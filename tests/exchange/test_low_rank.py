@@ -1,5 +1,6 @@
 """LowRank: coordinates in a basis that all ranks share; what they do not express stays in the residual."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
+import thinwire.codec.codec
+import thinwire.exchange.low_rank
 from tests.cluster import Cluster
 from thinwire import _native
+from thinwire.codec import feedback
+from thinwire.codec.feedback import Accumulated
 from thinwire.codec.low_rank import Basis, LowRank, matrix_shape
 from thinwire.exchange.base import Bucket, Exchange
 from thinwire.exchange.channel import Channel, checksum
@@ -56,15 +61,31 @@ def test_products_are_those_of_matrices(rows: int, columns: int, rank: int, seed
     generator = torch.Generator().manual_seed(seed)
     left, right = torch.randn(rank, rows, generator=generator), torch.randn(rank, columns, generator=generator)
     out = torch.full((rows, columns), torch.nan)
-    _native.set_low_rank(out.data_ptr(), rows, columns, rank, left.data_ptr(), right.data_ptr())
+    next_basis = torch.empty(rank, rows) if rank <= rows else None
+    by_rows = (rows, columns, rank, True, right.data_ptr(), left.data_ptr())
+    (advanced,) = _native.expand_low_rank(
+        [(*by_rows, out.data_ptr(), seed, next_basis.data_ptr() if next_basis is not None else 0)]
+    )
     one_by_one = torch.zeros(rows, columns)
     for k in range(rank):
         one_by_one = one_by_one + left[k].unsqueeze(1) * right[k]
     assert torch.equal(out, one_by_one)
     whole = torch.randn(rows, columns, generator=generator)
     rest = whole.clone()
-    _native.subtract_low_rank(rest.data_ptr(), rows, columns, rank, left.data_ptr(), right.data_ptr())
+    _native.subtract_low_rank([(rows, columns, rank, False, left.data_ptr(), right.data_ptr(), rest.data_ptr())])
     assert torch.equal(rest, whole - one_by_one)
+    assert advanced == (next_basis is not None)
+    if next_basis is not None:
+        _native.orthonormalise(left.data_ptr(), rank, rows, seed)
+        assert torch.equal(next_basis, left)
+
+
+def test_elements_of_tensors_without_a_basis_are_their_coordinates() -> None:
+    coordinates, out, rest = torch.randn(7), torch.empty(7), torch.randn(7)
+    before = rest.clone()
+    assert _native.expand_low_rank([(1, 7, 0, True, 0, coordinates.data_ptr(), out.data_ptr(), 0, 0)]) == [False]
+    _native.subtract_low_rank([(1, 7, 0, True, 0, coordinates.data_ptr(), rest.data_ptr())])
+    assert torch.equal(out, coordinates) and torch.equal(rest, before - coordinates)
 
 
 def test_ranks() -> None:
@@ -72,6 +93,10 @@ def test_ranks() -> None:
     assert LowRank(0.5, max_rank=8).rank(1000, 1000) == 8
     assert LowRank(0.01).rank(30, 30) == 1
     assert LowRank(0.15).rank(1, 500) == 0 and LowRank(1.0).rank(10, 10) == 0
+    grown = [LowRank(0.15, ranks=4).for_ranks(world) for world in (2, 4, 8, 16, 64)]
+    assert [round(each.density, 9) for each in grown] == [0.15, 0.15, 0.3, 0.4, 0.4]
+    assert [each.max_rank for each in grown] == [64, 64, 128, 171, 171]
+    assert LowRank(0.6).for_ranks(64) == LowRank(0.6)
     assert matrix_shape((16, 8, 3, 3)) == (16, 72) and matrix_shape((7,)) == (7, 1) and matrix_shape(()) == (1, 1)
     for wrong in (0.0, 1.5):
         try:
@@ -88,14 +113,14 @@ def test_repeated_projections_find_a_matrix_of_low_rank() -> None:
     matrix = torch.randn(50, 3, generator=generator) @ torch.randn(3, 80, generator=generator)
     basis, left, arrived = Basis.first("w", (50, 80), 4), matrix.clone().view(-1), torch.zeros(4000)
     for _ in range(6):
-        coordinates, out = basis.project(left), torch.empty(4000)
-        basis.expand(coordinates, out)
+        coordinates, out = torch.empty(basis.size), torch.empty(4000)
+        basis.project(left, coordinates)
         basis.subtract(left, coordinates)
+        basis = basis.expand(coordinates, out)
         arrived += out
-        basis = basis.advanced(coordinates)
     assert float((arrived - matrix.view(-1)).norm() / matrix.norm()) < 0.05
     assert torch.allclose(arrived + left, matrix.view(-1), atol=1e-4)
-    assert basis.advanced(torch.zeros(basis.size)) is basis
+    assert basis.expand(torch.zeros(basis.size), out) is basis and not out.any()
 
 
 def changes(rank: int, step: int) -> dict[str, Tensor]:
@@ -143,6 +168,47 @@ def test_nothing_is_lost_and_all_ranks_compute_the_same_bits(cluster: Cluster) -
             wanted = torch.stack([given_[name] for _, given_, _, _ in results]).mean(0)
             kept = torch.stack([residual[name] for *_, residual in results]).mean(0)
             assert torch.allclose(results[0][2][name] + kept, wanted, atol=2e-5), (inner, name)
+
+
+def told(rank: int, low_rank: bool) -> tuple[list[int], list[int], bool, int]:
+    """Exchange residuals, then a NaN of rank 0 in place of one: the ranks to blame, and whether residuals changed."""
+    import torch.distributed as dist
+
+    codec = tw.Codec(LowRank(0.15) if low_rank else tw.TopK(0.1), tw.Bits(8), Accumulated())
+    exchange: Exchange = LowRankMean(ScatterReduce(), SHAPES) if low_rank else Gather()
+    channel = Channel(dist.distributed_c10d._get_default_group())
+    exchange.setup(channel, codec, {name: torch.Size(s).numel() for name, s in SHAPES.items()}, lambda members: [])
+    residuals = {name: codec.ensure_residuals(name, t)["residual"] for name, t in changes(rank, 0).items()}
+    for name, change in changes(rank, 0).items():
+        residuals[name] += change
+    outs = [torch.empty(t.numel()) for t in residuals.values()]
+    read: list[Tensor] = []
+    before = feedback.first_not_finite
+
+    def counted(tensors: Sequence[Tensor]) -> int:
+        read.extend(tensors)
+        return before(tensors)
+
+    for module in (thinwire.codec.codec, thinwire.exchange.low_rank):
+        module.first_not_finite = counted  # type: ignore[attr-defined]
+    try:
+        good = exchange.mean(Bucket(residuals, outs, 0, frozenset())).non_finite
+        checked = sum(any(t is r for r in residuals.values()) for t in read)
+        given = {n: torch.full_like(r, torch.nan) if rank == 0 and n == "w" else r for n, r in residuals.items()}
+        kept = {name: residual.clone() for name, residual in residuals.items()}
+        bad = exchange.mean(Bucket(given, outs, 1, frozenset())).non_finite
+    finally:
+        for module in (thinwire.codec.codec, thinwire.exchange.low_rank):
+            module.first_not_finite = before  # type: ignore[attr-defined]
+    unchanged = rank != 0 or all(torch.equal(kept[name], residuals[name]) for name in kept)
+    return good, bad, unchanged, checked
+
+
+@pytest.mark.parametrize("low_rank", [True, False])
+def test_a_residual_is_not_checked_again_and_a_nan_in_its_place_tells_all_ranks(
+    cluster: Cluster, low_rank: bool
+) -> None:
+    assert cluster.run(told, 3, low_rank) == [([], [0], True, 0)] * 3
 
 
 def test_saved_bases_are_checked() -> None:

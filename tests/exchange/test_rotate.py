@@ -8,9 +8,10 @@ import thinwire as tw
 import thinwire.exchange
 from tests.cluster import Cluster
 from thinwire.codec.codec import Codec, Kernels
-from thinwire.codec.encode import Part, Partition, encode_parts
+from thinwire.codec.encode import BucketViews, Part, Partition, encode_parts
 from thinwire.codec.frame import read_frames, stored_bytes
-from thinwire.codec.selection import Window
+from thinwire.codec.selection import Rotate, Window
+from thinwire.codec.values import Values
 from thinwire.exchange.base import Bucket, Exchange, slack
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.choose import choose_exchange
@@ -176,3 +177,28 @@ def test_the_choice_uses_the_mean_bytes_of_a_period() -> None:
     many, _ = choose_exchange(codec, {"a": 100_000_000}, 16)
     assert isinstance(few, tw.exchange.Gather) and why.startswith("gather: ")
     assert isinstance(many, tw.exchange.ScatterReduce)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("values", [tw.Bits(2), tw.Float32(), tw.Unary()], ids=str)
+def test_windows_of_many_tensors_are_the_same_in_one_call(share: float, values: Values) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numels = [70_000, 300, 1, 40_000, 0, 513]
+    partitions = share_out(numels, 3)
+    assert {partition.world for partition in partitions} == {1, 3}
+    shares = [
+        [partition.share(n, owner) for partition, n in zip(partitions, numels, strict=True)] for owner in range(3)
+    ]
+    codecs = [tw.Codec(Rotate(share), values, tw.ErrorFeedback(0.9)) for _ in range(2)]
+    for step in range(5):
+        tensors = {f"t{i}": torch.randn(n, generator=generator) for i, n in enumerate(numels)}
+        if step == 3:
+            tensors["t1"][7] = torch.nan
+        found = []
+        for codec, given in zip(codecs, (tensors, BucketViews(tensors)), strict=True):
+            rooms = [torch.empty(codec.frame_bound(each, each), dtype=torch.uint8) for each in shares]
+            parts = [Part(room, each, codec.reserves(each)) for room, each in zip(rooms, shares, strict=True)]
+            _, counts = encode_parts(codec, given, partitions, parts, step=step)
+            found.append(([room.tolist() for room in rooms], counts, codec.step))
+        assert found[0] == found[1], step
+        assert all(torch.equal(codecs[0].residuals(n)["residual"], codecs[1].residuals(n)["residual"]) for n in tensors)

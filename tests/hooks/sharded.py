@@ -74,11 +74,26 @@ def mesh_of(world: int, replicas: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, *, nested: bool = False, **options: Any) -> Any:
-    """Shard a `Stack`: a unit for each block, or inside of it for each layer too, and one for the rest."""
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    nested: bool = False,
+    together: bool = False,
+    grouped: bool = False,
+    **options: Any,
+) -> Any:
+    """Shard a `Stack`: a unit for each block, or inside of it for each layer too, and one for the rest.
+
+    together: make a single unit of the whole model instead.
+    grouped: make a unit of the last block and the last layer.
+    """
     from torch.distributed.fsdp import fully_shard
 
-    for block in model.blocks:  # type: ignore[union-attr]
+    blocks: list[Any] = [] if together else list(model.blocks)  # type: ignore[arg-type]
+    if grouped:
+        fully_shard([blocks.pop(), model.last], mesh=mesh, **options)  # type: ignore[list-item]
+    for block in blocks:
         if nested:
             fully_shard(block.up, mesh=mesh, **options)
         fully_shard(block, mesh=mesh, **options)
@@ -92,6 +107,8 @@ class Case:
     options: Callable[[], dict[str, Any]] = dict  # of fully_shard; made on the rank, where FSDP is imported
     stack: dict[str, Any] = field(default_factory=dict)
     nested: bool = False
+    together: bool = False  # whether the model is a single unit
+    grouped: bool = False  # whether one unit has two modules
     micro: int = 1  # backward passes per step
     accumulate: str = ""  # what those without an exchange leave out: "reduce", "all-reduce", or nothing
     clip: bool = False
@@ -126,6 +143,8 @@ def _columns() -> dict[str, Any]:
 CASES = {
     "plain": Case(),
     "nested units": Case(nested=True),
+    "a single unit": Case(together=True),
+    "several modules in a unit": Case(grouped=True),
     "bf16 parameters": Case(_precision(torch.bfloat16, torch.float32)),
     "bf16 reduction": Case(_precision(torch.bfloat16, torch.bfloat16)),
     "bf16 model": Case(_precision(None, torch.float32), dtype=torch.bfloat16),
@@ -155,7 +174,7 @@ def build(case: Case, mesh: DeviceMesh, seed: int = 0) -> Any:
     if case.checkpointed:
         for block in model.blocks:
             checkpoint(block)
-    made = shard(model, mesh, nested=case.nested, **case.options())
+    made = shard(model, mesh, nested=case.nested, together=case.together, grouped=case.grouped, **case.options())
     if case.divide_by:
         for unit in (*made.blocks, made):
             unit.set_gradient_divide_factor(case.divide_by)

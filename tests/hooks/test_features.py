@@ -175,14 +175,14 @@ def test_autocast(cluster: Cluster) -> None:
 
 
 def compiled(rank: int, after: bool) -> tuple[list[int], int]:
-    """torch.compile around the DDP model, before or after attaching; one inside DDP as well."""
+    """torch.compile around the DDP model, before or after attaching; inside DDP alone, and both."""
     # Dynamo wants buckets of at least 1 MB, and the test more than one of them.
     torch.manual_seed(0)
-    net = jobs.Net(512)
-    inside = torch.compile(jobs.Net(512), backend="aot_eager")
-    models, digests, steps = [DDP(each, bucket_cap_mb=1) for each in (net, inside)], [], 0
-    for model in models:
-        outside = torch.compile(model, backend="aot_eager")
+    nets: list[Any] = [jobs.Net(512) for _ in range(3)]
+    nets[1:] = [torch.compile(net, backend="aot_eager") for net in nets[1:]]
+    models, digests, steps = [DDP(net, bucket_cap_mb=1) for net in nets], [], 0
+    for model, around in zip(models, (True, True, False), strict=True):
+        outside = torch.compile(model, backend="aot_eager") if around else model
         link = tw.attach(model if after else outside, 0.05)  # type: ignore[arg-type]
         jobs.train(outside, rank, range(4), torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
         steps += link.stats()["steps"]
@@ -194,7 +194,7 @@ def compiled(rank: int, after: bool) -> tuple[list[int], int]:
 @pytest.mark.parametrize("after", [True, False], ids=["attach-then-compile", "compile-then-attach"])
 def test_compiled_models(cluster: Cluster, after: bool) -> None:
     first, second = cluster.run(compiled, 2, after)
-    assert first == second and first[1] == 8
+    assert first == second and first[1] == 12
 
 
 def fabric(rank: int, directory: str) -> None:

@@ -1,5 +1,7 @@
 """Models that FSDP2 shards: replicas exchange compressed gradients of their shards."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +28,14 @@ def both(rank: int, replicas: int, kinds: list[str]) -> Both:
         for attached in (True, False):
             model = sharded.build(case, mesh["shard"] if attached else mesh)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-            link = tw.attach(model, FULL, mesh=mesh, optimizer=optimizer, exchange="gather") if attached else None
+            filled: list[int] = []  # an entry for each step whose last bucket was announced
+            options: dict[str, Any] = {"exchange": "gather", "on_last_bucket": lambda seen=filled: seen.append(1)}
+            link = tw.attach(model, FULL, mesh=mesh, optimizer=optimizer, **options) if attached else None
             sharded.train(model, optimizer, rank, range(4), case)
             parts.append(sharded.parts_of(model))
             if link is not None:
                 steps = link.stats()["steps"]
+                assert len(filled) == steps
                 link.detach()
         found[kind] = *parts, steps
     return found
@@ -217,7 +222,31 @@ def test_a_parameter_that_only_some_replicas_use_is_named(cluster: Cluster) -> N
         assert "blocks.0.scale has a gradient in another replica" in message
 
 
+def dies(rank: int, directory: str) -> None:
+    """A rank dies in step 3. The others write what they raise, and end, as a training script does."""
+    mesh = mesh_of(4)
+    model = sharded.build(CASES["plain"], mesh["shard"])
+    tw.attach(model, 0.05, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        sharded.train(model, optimizer, rank, range(3))
+        if rank != 3:
+            sharded.train(model, optimizer, rank, range(3, 9))
+    except RuntimeError as error:
+        Path(directory, str(rank)).write_text(f"{type(error).__name__}: {error}")
+    os._exit(1)
+
+
+def test_a_rank_that_dies_ends_the_training_of_all(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.run(dies, 4, str(tmp_path), timeout=60.0, died=True) == [None] * 4
+    raised = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert raised.keys() == {"0", "1", "2"}
+    assert "step 3: the exchange failed" in raised["1"]  # it exchanges the same shard
+
+
 def refused(rank: int) -> dict[str, str]:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
     mesh, messages = mesh_of(4), {}
@@ -238,6 +267,10 @@ def refused(rank: int) -> dict[str, str]:
     fully_shard(partly.blocks[0], mesh=shards)
     attempt("not wholly sharded", partly)
     attempt("frozen", fully_shard(nn.Linear(4, 4).requires_grad_(False), mesh=shards))
+    for name, made in (("sgd too early", torch.optim.SGD), ("adamw too early", torch.optim.AdamW)):
+        early = sharded.Stack()
+        optimizer = made(early.parameters())
+        attempt(name, sharded.shard(early, shards), optimizer=optimizer)
     hooked = sharded.build(CASES["plain"], shards)
     hooked.set_all_reduce_hook(lambda buffer: None)
     attempt("hooked", hooked)
@@ -249,6 +282,16 @@ def refused(rank: int) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:  # as in PyTorch 2.6
         patch.delattr(FSDPModule, "set_all_reduce_hook")
         attempt("old torch", model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "_get_fsdp_state")
+        attempt("without _get_fsdp_state", model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(model._get_fsdp_state()._fsdp_param_group, "all_reduce_grads")
+        attempt("without all_reduce_grads", model)
+    attempt("replicate", replicate(sharded.Stack()))
+    replicated = replicate(sharded.Stack())
+    attempt("replicate with AdamW", replicated, mesh=None, optimizer=torch.optim.AdamW(replicated.parameters()))
+    attempt("replicate with FSDP", replicate_with_fsdp(sharded.Stack(), mesh=mesh["replicate"]))
     attempt("shards differ", model, check_every=rank % 2 and rank)  # shard 1's replicas differ, those of shard 0 do not
     return messages
 
@@ -263,9 +306,16 @@ def test_what_cannot_be_attached_is_refused_with_the_way_out(cluster: Cluster) -
         "fsdp1": "use FSDP2 instead",
         "not wholly sharded": "shift requires gradients and is not sharded",
         "frozen": "no sharded parameter",
+        "sgd too early": "make the optimizer from model.parameters() after sharding",
+        "adamw too early": "make the optimizer from model.parameters() after sharding",
         "hooked": "all-reduce hook already",
         "twice": "attached already",
         "old torch": f"PyTorch 2.7 or later, whose FSDPModule has set_all_reduce_hook; this is {torch.__version__}",
+        "without _get_fsdp_state": f"{torch.__version__} has no FSDPStack._get_fsdp_state, which thinwire reads",
+        "without all_reduce_grads": "has no FSDPParamGroup.all_reduce_grads, which thinwire reads",
+        "replicate": "wrap the model in DistributedDataParallel instead",
+        "replicate with AdamW": "wrap the model in DistributedDataParallel instead",
+        "replicate with FSDP": "wrap the model in DistributedDataParallel instead",
         "shards differ": "check_every",
     }
     for messages in cluster.run(refused, 4):

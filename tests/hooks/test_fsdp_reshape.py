@@ -89,6 +89,52 @@ def test_the_mean_residual_stays(cluster: Cluster, tmp_path: Path, meshes: str) 
                     _check_close(state["updates"][key], before[domain]["updates"][key])
 
 
+def through_one(rank: int, domain: str, directory: str) -> dict[str, list[dict[str, Any]]]:
+    """The gathered states of two replicas, of one that continues them, of that two steps later, and of two again."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for way in WAYS:
+        states: list[dict[str, Any]] = []
+        for index, replicas in enumerate((2, 1, 2)):
+            model, optimizer, link = _attach(domain, mesh_of(4, replicas))
+            before = f"{directory}/{way}-{index - 1}"
+            if way == "checkpoint" and index:
+                load({"link": link.sharded(before)}, checkpoint_id=before)
+            elif index:
+                parts = [torch.load(f"{before}-{r}.pt", weights_only=True) for r in range(4)]
+                link.load_state_dict(parts if way == "list" else states[-1])
+            states += [link.state_dict(gather=True)] if index else []
+            if index < 2:
+                sharded.train(model, optimizer, rank, range(5, 7) if index else range(5))
+                states.append(link.state_dict(gather=True))
+                save({"link": link.sharded()}, checkpoint_id=f"{directory}/{way}-{index}")
+                torch.save(link.state_dict(), f"{directory}/{way}-{index}-{rank}.pt")
+            link.detach()
+            torch.distributed.barrier()
+        found[way] = states
+    return found
+
+
+@pytest.mark.parametrize("domain", CODECS)
+def test_one_replica_continues_several_and_is_continued_by_several(
+    cluster: Cluster, tmp_path: Path, domain: str
+) -> None:
+    for found in cluster.run(through_one, 4, domain, str(tmp_path)):
+        for two, one, later, again in found.values():
+            if domain == "gradient":
+                _check_close(one["codec"]["residuals"], two["codec"]["residuals"])
+                _check_close(later["codec"]["residuals"], two["codec"]["residuals"])
+            else:  # what the replicas had not sent yet is applied
+                for name, shared in two["updates"]["shared"].items():
+                    residual = two["codec"]["residuals"][name]["residual"].view_as(shared)
+                    _check_close(one["updates"]["shared"][name], shared - residual)
+                _check_close(one["updates"]["optimizers"], two["updates"]["optimizers"])
+                moments = later["updates"]["optimizers"][0]["blocks.0.up.weight"]
+                assert float(moments["step"]) > 5.0
+                _check_close(again["updates"]["shared"], later["updates"]["shared"])
+                _check_close(again["updates"]["optimizers"], later["updates"]["optimizers"])
+            _check_close(again["codec"]["residuals"], later["codec"]["residuals"])
+
+
 def _check_close(found: Any, expected: Any) -> None:
     if isinstance(expected, Tensor):
         torch.testing.assert_close(found.reshape(-1), expected.reshape(-1), rtol=1e-5, atol=1e-7)

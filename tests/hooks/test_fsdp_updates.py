@@ -1,5 +1,6 @@
 """Models that FSDP2 shards, in the update domain: each rank exchanges what its optimizer changed in its shard."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,19 @@ from tests.link import jobs
 from thinwire.link.shards import local_part
 
 KINDS = ["plain", "nested units", "bf16 parameters", "no reshard", "offload", "columns", "accumulation", "tied"]
-KINDS += ["divided by 3", "activation checkpoints"]
+KINDS += ["divided by 3", "activation checkpoints", "accumulation of shards", "several modules in a unit"]
 # Rounds of local steps. None of their lengths divides the 14 steps of the test.
 ROUNDS: dict[str, dict[str, Any]] = {
     "rounds": {"every": 4},
     "overlap": {"every": 4, "overlap": True},
     "nesterov": {"every": 3, "outer": tw.Nesterov(0.7, momentum=0.9)},
+}
+# What is resumed after five steps: by default low-rank coordinates, whose bases are state; rounds in their midst.
+RESUMED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "top-k": {"codec": 0.05},
+    "rounds": {"codec": 0.05, "every": 3},
+    "overlap": {"codec": 0.05, "every": 3, "overlap": True},
 }
 
 
@@ -167,36 +175,66 @@ def test_an_evaluation_before_the_backward_pass_changes_nothing(cluster: Cluster
     assert cluster.run(in_the_midst, 4) == [True] * 4
 
 
-def resumed(rank: int, directory: str) -> dict[str, Any]:
-    """A training of ten steps, and two that are broken after five and continued by new objects."""
+def evaluated(rank: int) -> list[bool]:
+    """Whether evaluations see what `flush` and `load_state_dict` wrote: FSDP still holds gathered parameters then."""
+    mesh = mesh_of(4)
+    model = sharded.build(CASES["plain"], mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    link = tw.attach(model, 0.05, mesh=mesh, optimizer=optimizer)
+
+    def shown() -> Tensor:
+        with torch.no_grad():
+            found: Tensor = model(jobs.batch(9, 9)[0])
+        return found
+
+    def fresh() -> Tensor:
+        for module in (*model.blocks, model):
+            module.reshard()
+        return shown()
+
+    sharded.train(model, optimizer, rank, range(4))
+    state, found = link.state_dict(), []
+    sharded.train(model, optimizer, rank, range(4, 8))
+    for write in (link.flush, lambda: link.load_state_dict(state)):
+        shown()
+        write()
+        found.append(torch.equal(shown(), fresh()))
+    link.detach()
+    return found
+
+
+def test_an_evaluation_sees_what_was_flushed_or_loaded_after_another_one(cluster: Cluster) -> None:
+    assert cluster.run(evaluated, 4) == [[True, True]] * 4
+
+
+def resumed(rank: int, directory: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A training of ten steps, and two of new objects, which continue what it has saved after five."""
     mesh, found = mesh_of(4), {}
     for way in ("unbroken", "file", "checkpoint"):
-        model = sharded.build(CASES["plain"], mesh["shard"])
+        model = sharded.build(CASES["plain"], mesh["shard"], seed=int(way != "unbroken"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        link = tw.attach(model, 0.05, mesh=mesh, optimizer=optimizer)
-        sharded.train(model, optimizer, rank, range(5))
-        if way != "unbroken":
-            save({"model": model.state_dict(), "link": link.sharded()}, checkpoint_id=f"{directory}/{way}")
+        link = tw.attach(model, mesh=mesh, optimizer=optimizer, **options)
+        if way == "unbroken":
+            sharded.train(model, optimizer, rank, range(5))
+            save({"model": model.state_dict(), "link": link.sharded()}, checkpoint_id=f"{directory}/both")
             torch.save(link.state_dict(), f"{directory}/{rank}.pt")
-            link.detach()
-            model = sharded.build(CASES["plain"], mesh["shard"], seed=1)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            link = tw.attach(model, 0.05, mesh=mesh, optimizer=optimizer)
+        else:
             state = {"model": model.state_dict()}
-            loaded = {"link": link.sharded(f"{directory}/{way}")} if way == "checkpoint" else {}
-            load({**state, **loaded}, checkpoint_id=f"{directory}/{way}")
+            loaded = {"link": link.sharded(f"{directory}/both")} if way == "checkpoint" else {}
+            load({**state, **loaded}, checkpoint_id=f"{directory}/both")
+            model.load_state_dict(state["model"])
             if way == "file":
-                model.load_state_dict(state["model"])
                 link.load_state_dict(torch.load(f"{directory}/{rank}.pt", weights_only=True))
-        assert link.step == 5
+        assert link.exchanges == 5 // options.get("every", 1)
         sharded.train(model, optimizer, rank, range(5, 10))
         found[way] = sharded.parts_of(model), link.state_dict()["codec"]["residuals"]
         link.detach()
     return found
 
 
-def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
-    for found in cluster.run(resumed, 4, str(tmp_path)):
+@pytest.mark.parametrize("setting", RESUMED)
+def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(cluster: Cluster, tmp_path: Path, setting: str) -> None:
+    for found in cluster.run(resumed, 4, str(tmp_path), RESUMED[setting]):
         parameters, residuals = found.pop("unbroken")
         for others, kept in found.values():
             assert all(torch.equal(tensor, others[name]) for name, tensor in parameters.items())
@@ -275,6 +313,61 @@ def test_an_infinite_gradient_of_one_shard_skips_the_step_on_all_ranks(cluster: 
     for skipped, clean, parameters in results:
         assert skipped == 1 and clean
         assert all(torch.equal(tensor, results[0][2][name]) for name, tensor in parameters.items())
+
+
+def poisoned_rounds(rank: int, overlap: bool) -> tuple[int, int, bool, dict[str, Tensor]]:
+    """A gradient of one rank's shard is infinite in one step of the first of three rounds, and in all of the second."""
+    mesh = mesh_of(4)
+    model = sharded.build(CASES["plain"], mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    link = tw.attach(model, 0.05, mesh=mesh, optimizer=optimizer, every=3, overlap=overlap, check_every=1)
+    for step in range(9):
+        before = sharded.parts_of(model)
+        model.factor = float("inf") if rank == 2 and step in (1, 3, 4, 5) else 1.0
+        sharded.train(model, optimizer, rank, range(step, step + 1))
+        if step in (1, 4):  # amid rounds: this rank's optimizer alone takes no step
+            same = all(torch.equal(tensor, before[name]) for name, tensor in sharded.parts_of(model).items())
+            assert same == (rank == 2)
+    figures = link.stats()
+    link.flush()
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    residuals = [t["residual"] for t in link.state_dict()["codec"]["residuals"].values()]
+    clean = all(bool(local_part(tensor).isfinite().all()) for tensor in (*moments, *residuals))
+    link.detach()
+    return figures["steps"], figures["skipped"], clean, sharded.whole(model)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_ranks_skip_the_exchange_of_a_round_in_which_a_shard_took_no_step(cluster: Cluster, overlap: bool) -> None:
+    results = cluster.run(poisoned_rounds, 4, overlap)
+    for steps, skipped, clean, parameters in results:
+        assert (steps, skipped) == (3, 1) and clean
+        assert all(torch.equal(tensor, results[0][3][name]) for name, tensor in parameters.items())
+
+
+def figures(rank: int) -> list[dict[str, Any]]:
+    """What loggers get in both domains."""
+    mesh, found = mesh_of(4), []
+    for domain in ("gradient", "update"):
+        model = sharded.build(CASES["plain"], mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        link = tw.attach(model, 0.05, mesh=mesh, optimizer=optimizer, domain=domain)
+        sharded.train(model, optimizer, rank, range(3))
+        found.append(dict(link.metrics()))
+        link.detach()
+    return found
+
+
+def test_metrics_are_floats_of_the_same_names_in_both_domains(cluster: Cluster) -> None:
+    for gradient, update in cluster.run(figures, 4):
+        assert gradient.keys() == update.keys()
+        for metrics in (gradient, update):
+            assert all(name.startswith("thinwire/") for name in metrics)
+            assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
+            assert metrics["thinwire/steps"] == 3 and metrics["thinwire/skipped_steps"] == 0
+            assert 0 < metrics["thinwire/bytes_sent"] < metrics["thinwire/total_bytes_sent"]
+            assert 0.0 < metrics["thinwire/density"] < 0.5 and metrics["thinwire/compression_ratio"] > 1
+            assert metrics["thinwire/residual_norm"] > 0
 
 
 def detached(rank: int) -> bool:

@@ -2,9 +2,13 @@
 
 import copy
 import itertools
+import math
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from tests.link import jobs
 from thinwire.errors import LinkError
 from thinwire.exchange.channel import checksum
 from thinwire.hooks.optimizer import OptimizerHook, attached_hook
-from thinwire.link import updates
+from thinwire.link import rounds, updates
 
 STEPS = 22  # past five rounds of 4 steps, and into a sixth
 EVERYTHING = tw.Codec(tw.TopK(1.0), tw.Float32(), min_numel=0)
@@ -95,6 +99,45 @@ def whole(rank: int, overlap: bool) -> list[bool]:
 def test_everything_sent_is_the_optimizer_itself(cluster: Cluster, overlap: bool) -> None:
     """At detach the exchange under way is finished, so that the shared parameters are those of step 9."""
     assert cluster.run(whole, 2, overlap) == [[True] * 10] * 2
+
+
+def held_up(rank: int) -> tuple[dict[str, bool], list[int]]:
+    """The second exchange stops on rank 0 until all ranks have taken all steps of the next round but its last one."""
+    net, _ = made(rank, ddp=False)
+    optimizer = adamw(net)
+    link = tw.attach(net, optimizer=optimizer, every=4, overlap=True, check_every=1)
+    jobs.train(net, rank, range(7), optimizer)
+    norm = link.stats()["residual_norm"]  # waits for the first exchange
+    released, stages = threading.Event(), link.exchange.stages
+
+    def held(bucket: Any) -> Any:
+        assert released.wait(15.0), "the steps waited for the exchange that they overlap"
+        return (yield from stages(bucket))
+
+    if rank == 0:
+        link.exchange.stages = held  # type: ignore[method-assign]
+    jobs.train(net, rank, range(7, 11), optimizer)  # the second exchange begins, and three steps follow
+    figures = link.metrics("")
+    updates = hook_of(net).updates
+    seen = {
+        "under way": updates.waits and updates.exchanges == 2,
+        "steps of the next round": updates.taken == [3],
+        "figures of the exchange before": figures["steps"] == 1 and figures["bytes_sent"] > 0,
+        "its residual": math.isclose(figures["residual_norm"], norm, rel_tol=1e-6) and norm > 0,
+    }
+    dist.barrier()
+    released.set()
+    jobs.train(net, rank, range(11, 13), optimizer)
+    seen["figures without an exchange under way"] = link.stats()["steps"] == link.metrics("")["steps"] == 3
+    link.detach()
+    return seen, jobs.digest(net)
+
+
+def test_steps_do_not_wait_for_the_exchange_that_they_overlap(cluster: Cluster) -> None:
+    """Nor do figures for loggers, which are those of the exchange before."""
+    (first, digest), (second, other) = cluster.run(held_up, 2)
+    assert all(first.values()) and all(second.values()), (first, second)
+    assert digest == other
 
 
 # What is shown between exchanges
@@ -262,6 +305,28 @@ def test_loss_scales_are_each_ranks_own(cluster: Cluster, fused: bool, overlap: 
     assert (first[2], second[2]) == (256.0, 64.0)
 
 
+def diverged_shared(rank: int) -> str:
+    """Rank 1's shared parameters change behind the link's back; its local view hides that."""
+    net, _ = made(rank, ddp=False)
+    optimizer = adamw(net)
+    link = tw.attach(net, optimizer=optimizer, every=3, overlap=True, check_every=2)
+    jobs.train(net, rank, range(5), optimizer)
+    hook_of(net).updates.finish()
+    if rank == 1:
+        hook_of(net).updates.shared["layers.2.bias"][5] += 1e-6
+    try:
+        jobs.train(net, rank, range(5, 16), optimizer)
+    except LinkError as error:
+        return f"{error} {link.exchanges}"
+    return ""
+
+
+def test_shared_parameters_that_diverge_are_named(cluster: Cluster) -> None:
+    expected = "step 2: rank 1 holds another layers.2.bias than the others; the replicas have diverged"
+    for message in cluster.run(diverged_shared, 3):
+        assert expected in message and message.endswith(" 3"), message
+
+
 # State
 
 
@@ -357,21 +422,20 @@ def test_a_gathered_state_is_the_mean(cluster: Cluster) -> None:
 # Rounds by time
 
 
-def uneven(rank: int, ddp: bool, overlap: bool) -> tuple[list[int], int, int, list[float]]:
+def uneven(rank: int, ddp: bool, overlap: bool) -> tuple[list[int], int, int, float]:
     """Rank 1 is slower: it takes fewer steps in a round, and counts less."""
     net, model = made(rank, ddp=ddp)
     optimizer = adamw(model)
     link = tw.attach(model, optimizer=optimizer, every="0.25s", overlap=overlap, check_every=1)
-    steps, weights = 0, []
+    steps = 0
     while link.exchanges < 4:
         jobs.train(model, rank, range(steps, steps + 1), optimizer)
         time.sleep(0.06 if rank == 1 else 0.0)
         steps += 1
-        weights.append(hook_of(net).updates.weight)
     link.flush()
-    exchanges = link.stats()["steps"]
+    exchanges, weight = link.stats()["steps"], hook_of(net).updates.weight
     link.detach()
-    return jobs.digest(net), int(exchanges), steps, weights
+    return jobs.digest(net), int(exchanges), steps, weight
 
 
 @pytest.mark.parametrize(("ddp", "overlap"), [(False, True), (True, False)])
@@ -379,22 +443,114 @@ def test_a_slower_rank_takes_fewer_steps(cluster: Cluster, ddp: bool, overlap: b
     fast, slow = cluster.run(uneven, 2, ddp, overlap)
     assert fast[0] == slow[0] and fast[1] == slow[1] == 4
     assert fast[2] > slow[2] >= 4
-    assert fast[3][-1] > 1.0 > slow[3][-1] and abs(fast[3][-1] + slow[3][-1] - 2.0) < 1e-6
+    assert fast[3] > 1.0 > slow[3] and abs(fast[3] + slow[3] - 2.0) < 1e-6
+
+
+class Clock:
+    """The time of a rank, which only its test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@contextmanager
+def by_clock() -> Iterator[Clock]:
+    """Let rounds by time end by a clock."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "time", clock)
+        yield clock
+
+
+def weighed(rank: int) -> list[tuple[float, float]]:
+    """In a round of 3 s rank 0 takes three steps and rank 1 one, each of which subtracts 1 from a parameter."""
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    optimizer, seen = torch.optim.SGD(net.parameters(), lr=1.0), []
+    with by_clock() as clock:
+        link = tw.attach(
+            net, EVERYTHING, optimizer=optimizer, domain="update", every="3s", overlap=True, exchange="gather"
+        )
+        while link.exchanges < 3:
+            clock.now += 3.0 if rank == 1 else 1.0
+            before = link.exchanges
+            optimizer.zero_grad()
+            net(torch.ones(2, 1)).mean().backward()
+            optimizer.step()
+            updates = hook_of(net).updates
+            updates.finish()
+            if link.exchanges > before:
+                seen.append((float(updates.shared["weight"]), float(net.weight.detach())))
+        link.detach()
+    return seen
+
+
+def test_changes_count_by_the_samples_of_the_round_before(cluster: Cluster) -> None:
+    """Weights are 1.5 and 0.5 from the second round on; each rank goes on where its own steps have led."""
+    shared = [-(3 + 1) / 2, -2 - (1.5 * 3 + 0.5 * 1) / 2, -4.5 - (1.5 * 3 + 0.5 * 1) / 2]
+    before = [0.0, *shared[:-1]]
+    for steps, seen in zip((3, 1), cluster.run(weighed, 2), strict=True):
+        assert seen == [(now, last - steps) for now, last in zip(shared, before, strict=True)]
+
+
+def paced(rank: int, folder: str, resumes: bool) -> list[int]:
+    """In a round of 3 s rank 0 takes three steps and rank 1 two; save after the first step of the third round."""
+    net, _ = made(rank, ddp=False)
+    optimizer, slowness = adamw(net), (1.0, 1.5)[rank]
+    begun, saved = 6.0, 6.0 + slowness
+    with by_clock() as clock:
+        clock.now = begun if resumes else 0.0
+        link = tw.attach(net, "rotate", optimizer=optimizer, every="3s", overlap=True, check_every=1)
+        if resumes:
+            link.load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=True))
+            clock.now = saved
+        while link.exchanges < 5:
+            clock.now += slowness
+            step = round(clock.now / slowness)
+            jobs.train(net, rank, range(step, step + 1), optimizer)
+            hook_of(net).updates.finish()
+            if clock.now == saved:
+                torch.save(link.state_dict(), f"{folder}/{rank}.pt")
+        link.flush()
+        link.detach()
+    return jobs.digest(net)
+
+
+def test_a_resumed_round_by_time_has_the_same_weight(cluster: Cluster, tmp_path: Path) -> None:
+    unbroken = cluster.run(paced, 2, str(tmp_path), False)
+    assert cluster.run(paced, 2, str(tmp_path), True) == unbroken and unbroken[0] == unbroken[1]
+    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert [state["updates"]["pace"] for state in states] == [
+        {"weight": 1.2, "samples": 16},
+        {"weight": 0.8, "samples": 16},
+    ]
+    merged, total = tw.merge_states(states), torch.zeros(96 * 96)
+    for state in states:
+        part, weight = state["updates"]["round"], state["updates"]["pace"]["weight"]
+        total += state["codec"]["residuals"]["layers.2.weight"]["residual"]
+        total += weight * (part["starts"]["layers.2.weight"] - part["local"]["layers.2.weight"])
+    torch.testing.assert_close(merged["codec"]["residuals"]["layers.2.weight"]["residual"], total / 2)
+    assert "pace" not in merged["updates"]
 
 
 # Failures and refusals
 
 
-def lost(rank: int) -> str:
+def lost(rank: int, every: Any) -> str:
     """Rank 2 dies in the third round; the exchange that overlaps it has failed when the others need it."""
     net, _ = made(rank, ddp=False)
-    optimizer = adamw(net)
-    link = tw.attach(net, optimizer=optimizer, every=3, overlap=True)
-    jobs.train(net, rank, range(8), optimizer)
+    optimizer, until = adamw(net), time.monotonic() + 20.0
+    link = tw.attach(net, optimizer=optimizer, every=every, overlap=True)
+    while link.exchanges < 2:
+        jobs.train(net, rank, range(1), optimizer)
     if rank == 2:
         os._exit(1)
     try:
-        jobs.train(net, rank, range(8, 20), optimizer)
+        while time.monotonic() < until:  # a rank that is not told would train alone for ever
+            jobs.train(net, rank, range(1), optimizer)
     except LinkError as error:
         shown = all(torch.equal(p.flatten(), hook_of(net).updates.shared[n]) for n, p in net.named_parameters())
         link.detach()
@@ -402,8 +558,9 @@ def lost(rank: int) -> str:
     return ""
 
 
-def test_a_lost_rank_is_reported(cluster: Cluster) -> None:
-    first, second, third = cluster.run(lost, 3, died=True)
+@pytest.mark.parametrize("every", [3, "0.1s"])
+def test_a_lost_rank_is_reported(cluster: Cluster, every: Any) -> None:
+    first, second, third = cluster.run(lost, 3, every, died=True)
     assert third is None
     for error in (first, second):
         assert "no sign of rank 2" in error and error.endswith("True")
@@ -440,6 +597,7 @@ def refused(rank: int) -> dict[str, str]:
         "round": lambda: load(round={**round_state, "taken": [-1]}),
         "starts": lambda: load(round={**round_state, "starts": {}}),
         "view": lambda: load(round={**round_state, "local": {n: t[1:] for n, t in round_state["local"].items()}}),
+        "pace": lambda: load(pace={"weight": -1.0, "samples": 3}),
         "velocity": lambda: load(outer={"layers.0.bias": {"velocity": torch.full((96,), torch.nan)}}),
     }
     seen = {}
@@ -466,6 +624,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(cluster: Cluster) -> None:
         "round": "lacks its counts of steps",
         "starts": "has no start",
         "view": "local view has",
+        "pace": "not a weight and a number of samples",
         "velocity": "velocity has another size, or is not finite",
     }
     for seen in cluster.run(refused, 2):

@@ -61,16 +61,19 @@ def main(folder: str, optimizer: str, kill_at: str) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from tests.integrations.frameworks import FIGURES
+
     start()
     config = {"folder": folder, "optimizer": optimizer, "kill_at": int(kill_at)}
     run = RunConfig(storage_path=f"{folder}/storage", failure_config=FailureConfig(max_failures=1))
-    TorchTrainer(
+    result = TorchTrainer(
         train,
         train_loop_config=config,
         torch_config=TorchConfig("gloo", timeout_s=60),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=run,
     ).fit()
+    assert result.metrics is not None and result.metrics.keys() >= FIGURES
     ray.shutdown()
 
 

@@ -1,10 +1,13 @@
 """The life of a link: what attach refuses, what a link says, and how the model goes back to plain DDP."""
 
+import contextlib
 import gc
+import logging
 import os
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -94,7 +97,7 @@ def momentum_warnings(rank: int) -> list[int]:
         made = make(model.parameters())
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            tw.attach(model, "dgc", optimizer=made)
+            tw.attach(model, "dgc", optimizer=made, domain="gradient")
         counts.append(len([w for w in seen if "use SGD with momentum=0" in str(w.message)]))
     return counts
 
@@ -206,7 +209,8 @@ def descriptors(rank: int) -> list[int]:
 
 def test_attaching_again_and_again_opens_no_more_files(cluster: Cluster) -> None:
     for counts in cluster.run(descriptors, 4):
-        assert max(counts[2:]) <= counts[1], counts
+        # A thread of another library may hold a file for a moment; a link that leaves one adds it at every turn.
+        assert min(counts[-2:]) <= counts[1], counts
 
 
 def second_moments(rank: int) -> list[int]:
@@ -246,23 +250,63 @@ def test_wrappers_are_looked_through(cluster: Cluster) -> None:
     assert cluster.run(wrapped, 2) == [[True, True]] * 2
 
 
-def logged(rank: int, world: int) -> str:
-    import logging
-
+@contextlib.contextmanager
+def messages() -> Iterator[list[str]]:
+    """What thinwire logs meanwhile."""
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("thinwire")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    link = tw.attach(jobs.make(), 0.01)
+    yield seen
     logger.removeHandler(handler)
+
+
+def logged(rank: int) -> str:
+    with messages() as seen:
+        link = tw.attach(jobs.make(), 0.01)
     assert seen == ([] if rank else [f"{link!r} attached; gradients are exchanged; {link.why}"])
     return str(link.why)
 
 
 def test_the_choice_of_exchange_is_said(cluster: Cluster) -> None:
-    assert all(why.startswith("gather: ") for why in cluster.run(logged, 2, 2))
+    assert all(why.startswith("gather: ") for why in cluster.run(logged, 2))
+
+
+ADAMW = "updates are exchanged, because AdamW would normalise away gradients that arrive late"
+LOCAL4 = "exchanged every 4 steps, while the next ones compute, the mean applied by SGD(alpha=1.0)"
+CORRECTED = "Adam's second moments are corrected for the number of ranks"
+# The arguments, why updates are exchanged, megabytes, and what becomes of the learning rate. The model has 1.3 M
+# parameters; shared parameters and residuals take 8 bytes each, and so do the starts and means of an overlap.
+UPDATES_SAID: list[tuple[str, dict[str, Any], str, int, str]] = [
+    ("AdamW", {}, ADAMW, 11, CORRECTED),
+    ("AdamW", {"codec": "local4"}, f"{ADAMW}; {LOCAL4}", 21, "that of one rank's batch"),
+    ("RMSprop", {}, ADAMW.replace("AdamW", "RMSprop"), 11, "may have to be up to sqrt(ranks) times higher"),
+    ("SGD", {"domain": "update"}, "updates are exchanged, as asked", 11, "sqrt(ranks)"),
+]
+
+
+def logged_updates(rank: int) -> list[list[str]]:
+    """What each of the cases logs, with the link's own words in front."""
+    said = []
+    for name, options, *_ in UPDATES_SAID:
+        net = jobs.Net(512)
+        optimizer = getattr(torch.optim, name)(net.parameters(), lr=1e-3)
+        with messages() as seen:
+            link = tw.attach(net, optimizer=optimizer, **options)
+        said.append([repr(link), link.why, *seen])
+        link.detach()
+    return said
+
+
+def test_what_updates_cost_is_said(cluster: Cluster) -> None:
+    first, second = cluster.run(logged_updates, 2)
+    assert all(len(said) == 2 for said in second)  # rank 0 speaks for all
+    for (_, _, reason, megabytes, noise), (link, why, attached, memory) in zip(UPDATES_SAID, first, strict=True):
+        assert attached == f"{link} attached; {reason}; {why}"
+        assert memory.startswith(f"updates take {megabytes} MB more memory (shared parameters, residuals); ")
+        assert noise in memory
 
 
 def steps_without_the_single_call(rank: int, codec: str | float) -> int:

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import thinwire as tw
 import thinwire.exchange
 from tests.cluster import Cluster
-from tests.link import probe
+from tests.link import jobs, probe
 from tests.link.probe import Account, missing
 from tests.link.test_conservation import EXACT
 
@@ -133,6 +134,34 @@ def norms_of_a_cosine(rank: int, steps: int) -> list[float]:
 def test_a_rate_that_falls_to_zero_does_not_inflate_gradients(cluster: Cluster) -> None:
     for norms in cluster.run(norms_of_a_cosine, 2, 120):
         assert max(norms[90:]) < 2.0 * max(norms[40:80])
+
+
+def trained(rank: int, falls: bool) -> list[list[int]]:
+    """SGD with momentum and clipping, without `optimizer=` and with it."""
+    digests = []
+    for watched in (False, True):
+        model = jobs.make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        link = tw.attach(model, 0.05, optimizer=optimizer if watched else None)
+        for step in range(20):
+            x, y = jobs.batch(rank, step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if falls:
+                schedule.step()
+        link.detach()
+        digests.append(jobs.digest(model))
+    return digests
+
+
+@pytest.mark.parametrize("falls", [False, True], ids=["constant", "falling"])
+def test_rates_that_do_not_rise_leave_sgd_as_it_is_to_the_bit(cluster: Cluster, falls: bool) -> None:
+    """The rule min(1, old / new) is 1 then, whatever the residual holds."""
+    for without, watched in cluster.run(trained, 2, falls):
+        assert without == watched
 
 
 def resumed_scale(rank: int) -> Account:

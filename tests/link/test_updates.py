@@ -13,8 +13,9 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import DTYPES, ErrorFeedback, array_args
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Float32
+from thinwire.exchange.channel import LocalChannel
 from thinwire.link import updates as module
-from thinwire.link.rounds import Rounds
+from thinwire.link.rounds import Pace, Rounds
 from thinwire.link.thread import Pending
 from thinwire.link.updates import Updates, accumulate_update
 
@@ -95,31 +96,46 @@ class Ranks:
             Updates({"w": p}, [torch.optim.SGD([p], lr=1.0)], codec, rounds)
             for p, codec in zip(parameters, codecs, strict=True)
         ]
-        self.count = count
+        self.count, self.decay = count, decay
         self.sent = [torch.zeros(n), torch.zeros(n)]
+        # What is due after the next exchange, and what the present round has changed.
+        self.kept, self.changed = ([torch.zeros(n), torch.zeros(n)] for _ in range(2))
+
+    def weigh(self, weights: list[float]) -> None:
+        """Give the ranks' changes weights, as in rounds by time."""
+        for updates, weight in zip(self.updates, weights, strict=True):
+            updates.pace = Pace(1.0, LocalChannel())
+            updates.pace.weight = weight
 
     def step(self, changes: list[Tensor]) -> None:
         ended = False
-        for updates, change in zip(self.updates, changes, strict=True):
+        for rank, (updates, change) in enumerate(zip(self.updates, changes, strict=True)):
             updates.look_ahead()
             with torch.no_grad():
                 updates.parameters["w"].sub_(change)
+            self.changed[rank] += change
             ended = updates.count(0)
         if ended:
             self._exchange()
 
     def _exchange(self) -> None:
         jobs, frames = [], []
-        for updates in self.updates:
+        for rank, updates in enumerate(self.updates):
             updates.finish(0)
             jobs.append(updates.jobs(0))
+            if self.rounds.overlap:  # the round begins with all steps that the rank has just taken
+                begun = updates.shared["w"] - self.kept[rank] * self.decay - self.changed[rank]
+                assert torch.equal(updates.parameters["w"], begun)
         for rank, updates in enumerate(self.updates):
             residual = updates.residual("w")
+            assert torch.equal(residual, self.kept[rank] * self.decay + updates.weight * self.changed[rank])
+            self.changed[rank].zero_()
             sent = torch.zeros(self.n)
             chosen = residual.abs().topk(min(self.count, self.n)).indices
             sent[chosen] = residual[chosen]
             residual -= sent
             self.sent[rank] += sent
+            self.kept[rank] = residual.clone()
             frames.append(sent)
         for updates, mine in zip(self.updates, jobs, strict=True):
             assert mine[0].outs is not None
@@ -138,18 +154,23 @@ class Ranks:
     steps=st.integers(1, 14),
     seed=st.integers(0, 2**31),
     read=st.integers(0, 14),
+    weights=st.lists(st.sampled_from([1.0, 0.25, 1.5]), min_size=2, max_size=2),
 )
-def test_nothing_is_lost_in_rounds(n: int, every: int, overlap: bool, steps: int, seed: int, read: int) -> None:
+def test_nothing_is_lost_in_rounds(
+    n: int, every: int, overlap: bool, steps: int, seed: int, read: int, weights: list[float]
+) -> None:
     """Sent + residual + unfinished round = all changes; a flush applies their mean; reading changes no course."""
     generator = torch.Generator().manual_seed(seed)
     with look_ahead(1.0):
         ranks, undisturbed = (Ranks(n, 1 + n // 3, Rounds(every, overlap=overlap)) for _ in range(2))
+        ranks.weigh(weights)
+        undisturbed.weigh(weights)
         totals = [torch.zeros(n), torch.zeros(n)]
         for step in range(steps):
             changes = [torch.randint(-64, 65, (n,), generator=generator) / 64.0 for _ in range(2)]
             ranks.step(changes)
             undisturbed.step(changes)
-            totals = [a + b for a, b in zip(totals, changes, strict=True)]
+            totals = [a + w * b for a, b, w in zip(totals, changes, weights, strict=True)]
             if step == read:
                 ranks.updates[0].finish()  # as an evaluation on one rank does
         for rank, updates in enumerate(ranks.updates):
@@ -184,8 +205,47 @@ def test_changes_are_weighted(weight: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     change = torch.randint(-64, 65, (9,), generator=generator) / 64.0
     ranks = Ranks(9, 3, Rounds(2))
-    ranks.updates[0].weight = weight
+    ranks.weigh([weight, 1.0])
     for _ in range(2):
         ranks.step([change, change])
     assert torch.equal(ranks.sent[0] + ranks.updates[0].residual("w"), 2 * weight * change)
     assert torch.equal(ranks.sent[1] + ranks.updates[1].residual("w"), 2 * change)
+
+
+def test_a_weighted_round_begins_where_own_steps_have_led() -> None:
+    """Rank 1 takes three times the steps of rank 0, and has three times its weight."""
+    ranks = Ranks(1, 1, Rounds(1, overlap=True))
+    ranks.weigh([0.5, 1.5])
+    changes = [torch.tensor([1.0]), torch.tensor([3.0])]
+    begun = []
+    for _ in range(3):
+        ranks.step(changes)
+        begun.append([float(updates.parameters["w"].detach()) for updates in ranks.updates])
+    # Everything is sent, so that a round moves the shared parameters by (0.5 * 1 + 1.5 * 3) / 2 = 2.5.
+    assert begun == [[-1.0, -3.0], [-2.5 - 1.0, -2.5 - 3.0], [-5.0 - 1.0, -5.0 - 3.0]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(every=st.integers(1, 2), overlap=st.booleans(), steps=st.integers(1, 6), seed=st.integers(0, 2**31))
+def test_residuals_decay_once_a_round(every: int, overlap: bool, steps: int, seed: int) -> None:
+    """`Ranks` compares each residual with decay * what stayed after the exchange before + the change of the round."""
+    generator = torch.Generator().manual_seed(seed)
+    with look_ahead(1.0):
+        ranks = Ranks(9, 2, Rounds(every, overlap=overlap), decay=0.5)
+        for _ in range(steps):
+            ranks.step([torch.randint(-64, 65, (9,), generator=generator) / 64.0 for _ in range(2)])
+    for rank, updates in enumerate(ranks.updates):
+        updates.absorb()  # what an unfinished round has changed is added without a decay
+        assert torch.equal(updates.residual("w"), ranks.kept[rank] + ranks.changed[rank])
+
+
+def test_a_decaying_residual_by_hand() -> None:
+    """The largest of two entries is sent; the other one halves, and is sent with what the next round adds."""
+    for overlap in (False, True):
+        ranks = Ranks(2, 1, Rounds(2, overlap=overlap), decay=0.5)
+        for change in ([1.0, 0.5], [1.0, 0.5], [0.5, 1.0], [0.0, 1.0]):
+            ranks.step([torch.tensor(change)] * 2)
+        for updates in ranks.updates:
+            assert updates.residual("w").tolist() == [0.5, 0.0]
+            updates.finish()
+            assert updates.shared["w"].tolist() == [-2.0, -(0.5 * 1.0 + 2.0)]

@@ -114,9 +114,9 @@ TERMS: dict[str, Any] = {
     ],
 )
 def test_invalid_terms_are_refused(change: dict[str, Any]) -> None:
-    Session(1, TERMS, nn.Linear(4, 4)).codec()
+    Session(1, TERMS, nn.Linear(4, 4))
     with pytest.raises(MessageError):
-        Session(1, {**TERMS, **change}, nn.Linear(4, 4)).codec()
+        Session(1, {**TERMS, **change}, nn.Linear(4, 4))
 
 
 def test_a_cut_in_too_many_parts_is_refused_before_memory_is_used() -> None:

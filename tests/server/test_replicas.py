@@ -64,7 +64,7 @@ def test_lost_entries_are_sent_again_exactly(events: list[tuple[str, int]], seed
         if answer.full:
             write_full(answer.body, mine)
             return
-        replicas.sent(who, 0, 0, b"peer", who)
+        replicas.sent(who, (0, 0), b"peer", who)
         lost = frozenset(i for i in range(len(answer.shards)) if chance.random() < loss)
         pieces = [(i, shard) for i, shard in enumerate(answer.shards) if i not in lost]
         ReceivedShards(pack(len(answer.shards), answer.size, pieces), [1800, 40], exact=True).add_to(mine)

@@ -118,7 +118,7 @@ def test_server_and_worker_agree_after_five_hundred_steps_with_twenty_percent_lo
             time.sleep(0.02)
         for member in server.membership.active.values():
             assert_agreed(server, member, workers[member.slot].model)
-            figures = server.listener_figures(member)
+            figures = server.listener.figures(member.peer)
             assert figures["datagrams_lost"] > 100 and figures["datagrams_missing"] > 100
         for (name, p), start, one, two in zip(model.named_parameters(), begun, pushed[0], pushed[1], strict=True):
             applied = (start - p.detach()) / 0.0625

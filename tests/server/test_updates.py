@@ -1,6 +1,8 @@
 """Workers with optimizers of their own push what these changed, and the server adds it."""
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,20 +25,27 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=5e-3)
 
 
-def work(address: str, slot: int, make: Any, every: int, codec: Any = DENSE, nap: float = 0.0) -> int:
-    """Train until the server stops; returns the number of local steps."""
+def work(
+    address: str,
+    slot: int,
+    make: Any,
+    every: int,
+    codec: Any = DENSE,
+    each: Callable[[int, Worker], None] = lambda slot, worker: None,
+) -> int:
+    """Train until the server stops; returns the number of local steps. `each` is called before every step."""
     model, step = small_net(seed=slot + 100), 0
     with Worker(address, model, codec, slot=slot, optimizer=make(model), every=every) as worker:
         while worker.stopped is None:
+            each(slot, worker)
             gradients(model, step, slot)
-            time.sleep(nap)
             worker.step()
             step += 1
     return step
 
 
 def trained(
-    workers: int, steps: int, make: Any, every: int, naps: Any = (), **options: Any
+    workers: int, steps: int, make: Any, every: int, each: Any = lambda slot, worker: None, **options: Any
 ) -> tuple[Server, list[int]]:
     model = small_net()
     codec = options.pop("push", DENSE)
@@ -44,7 +53,7 @@ def trained(
     threads, taken = Threads(), [0] * workers
 
     def one(slot: int, address: str) -> None:
-        taken[slot] = work(address, slot, make, every, codec, dict(naps).get(slot, 0.0))
+        taken[slot] = work(address, slot, make, every, codec, each)
 
     with serving(server, max_steps=steps) as address:
         for slot in range(workers):
@@ -92,9 +101,19 @@ def test_an_outer_optimizer_takes_the_change_as_its_gradient() -> None:
 
 
 def test_a_straggler_is_allowed_under_ssp() -> None:
-    """SparseLoCo with stale rounds: the slow worker does not stop the other one before the bound."""
-    before = accuracy(small_net())
-    server, taken = trained(2, 12, adamw, 4, {1: 0.01}, mode="ssp", bound=2, push=0.2, codec=0.5)
+    """SparseLoCo with stale rounds: the slow worker begins when the other one has finished two rounds without it."""
+    before, ahead, leads = accuracy(small_net()), threading.Event(), [0]
+
+    def uneven(slot: int, worker: Worker) -> None:
+        if slot == 0:
+            leads[0] = worker.clock
+            if worker.clock == 2:
+                ahead.set()
+        else:
+            assert ahead.wait(20.0), f"the fast worker has finished {leads[0]} rounds without the slow one"
+            time.sleep(0.01)
+
+    server, taken = trained(2, 12, adamw, 4, uneven, mode="ssp", bound=2, push=0.2, codec=0.5)
     assert accuracy(server.model) > before + 0.2
     assert min(taken) >= 4 * 12 - 4
 

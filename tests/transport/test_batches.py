@@ -111,10 +111,10 @@ def test_pieces_of_several_sessions_with_end_markers_between_them() -> None:
     rows: list[tuple[SplitPacket, bytes, float]] = []
     for i in range(3):
         for session, (worker, _) in sides.items():
-            pieces = worker.encryptor.encrypt_all(_native.pack_data(1, i, 3, b"h", [bytes([session, i])], 1.0, 0))
+            pieces = worker.encryptor.encrypt(_native.pack_data(1, i, 3, b"h", [bytes([session, i])], 1.0, 0))
             rows += [(found, bytes([session]), 2.0 + i) for each in pieces if (found := split_packet(each)) is not None]
     end = Envelope(EnvelopeKind.END, 8, 1, [pack_end(1, 3, 6, b"h")]).as_record()
-    late = split_packet(sides[8][0].encryptor.encrypt(pack_control(1, [end])))
+    late = split_packet(sides[8][0].encryptor.encrypt([pack_control(1, [end])])[0])
     assert late is not None
     assert receiver.receive([*rows[:5], (late, bytes([8]), 5.0), *rows[5:]], 6.0)
     for session, (_, server) in sides.items():
@@ -131,7 +131,7 @@ def test_all_packets_in_the_socket_are_read(count: int) -> None:
     with open_socket(socket.AF_INET) as sink, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sink.bind(("127.0.0.1", 0))
         sock.connect(sink.getsockname())
-        packets = worker.encryptor.encrypt_all([bytes([i]) * (i + 1) for i in range(count)])
+        packets = worker.encryptor.encrypt([bytes([i]) * (i + 1) for i in range(count)])
         for packet in packets:
             sock.send(packet)
         found, truncated, foreign = _native.receive_datagrams(sink.fileno(), 128, 9216, PREFIX, OVERHEAD)
@@ -218,7 +218,7 @@ def test_a_batch_has_senders_and_times_of_arrival() -> None:
         sock.connect(sink.getsockname())
         sink.setsockopt(socket.SOL_SOCKET, _TIMESTAMP, 1)
         for _ in range(50):  # the kernel begins to note arrivals a little after it was asked to do so
-            packets = worker.encryptor.encrypt_all([b"one", b"two"])
+            packets = worker.encryptor.encrypt([b"one", b"two"])
             for packet in (*packets, b"short", b"x" * 100):
                 sock.send(packet)
             sent = time.time()

@@ -25,7 +25,7 @@ from thinwire.codec.encode import (
     empty_frame,
     write_batch,
 )
-from thinwire.codec.feedback import DTYPES, ErrorFeedback, Feedback, Vector, first_not_finite
+from thinwire.codec.feedback import DTYPES, Accumulated, ErrorFeedback, Feedback, Vector, first_not_finite
 from thinwire.codec.frame import Frame, FrameReader, section_bound, window_bytes
 from thinwire.codec.selection import Group, NativeGroup, RandomK, Rotate, Rule, Selection, TopK, TorchGroup, Window
 from thinwire.codec.values import SEEDS, Bits, Unary, Values
@@ -131,8 +131,9 @@ class Codec:
         if step is not None and step < 0:
             raise ValueError(f"a step counts from 0, not {step}")
         active = {name: self.checked(name, t) for name, t in tensors.items() if name not in hold}
-        if (bad := first_not_finite(list(active.values()))) >= 0:
-            return NonFinite(list(active)[bad])
+        unchecked = {name: t for name, t in active.items() if not self.is_accumulated(name, t)}
+        if (bad := first_not_finite(list(unchecked.values()))) >= 0:
+            return NonFinite(list(unchecked)[bad])
         at = self.step if step is None else step
         self.step = at + 1
         vectors = [self.feedback.prepare(g, self.ensure_residuals(name, g)) for name, g in active.items()]
@@ -152,6 +153,16 @@ class Codec:
         if slots and (size := next(iter(slots.values())).numel()) != tensor.numel():
             raise ValueError(f"{name}: the residual has {size} elements, the gradient has {tensor.numel()}")
         return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
+
+    def is_accumulated(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is this parameter's residual, to which its change was added before.
+
+        It is finite then, because only finite changes are added.
+        """
+        if not isinstance(self.feedback, Accumulated):
+            return False
+        residual = self._slots.get(name, {}).get("residual")
+        return residual is tensor or (residual is not None and residual.data_ptr() == tensor.data_ptr())
 
     def uses_kernels(self, vectors: Sequence[Vector]) -> bool:
         """Return whether the kernels take these vectors; otherwise torch operations do."""
@@ -274,6 +285,11 @@ class Codec:
         keys = (zlib.crc32(name.encode()) for name in names)
         return [self.selection.window(n, step, key) for n, key in zip(sizes, keys, strict=True)]
 
+    @property
+    def writes_windows(self) -> bool:
+        """Whether kernels can write windows of many CPU tensors in one call, without rounding that depends on names."""
+        return isinstance(self.selection, Rotate) and self.kernels != "torch" and self.values.seed is None
+
     def windows_bytes(self, sizes: Sequence[int], windows: Sequence[Window]) -> int:
         """Return the bytes of a frame that sends these windows of tensors of these sizes."""
         return _native.HEADER_BYTES + sum(
@@ -330,6 +346,11 @@ class Codec:
                 slots[slot] = tensor.to(gradient.device)
                 self.generation += 1
         return slots
+
+    def place_residuals(self, slots: Slots) -> None:
+        """Keep the residuals of these parameters in the given tensors from now on."""
+        self._slots.update(slots)
+        self.generation += 1
 
     @property
     def learned(self) -> Learned:

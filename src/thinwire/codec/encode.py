@@ -7,6 +7,7 @@ for tensors that stay in place.
 """
 
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.feedback import DTYPES, ErrorFeedback, NoFeedback, Vector, array_args
-from thinwire.codec.frame import Frame
+from thinwire.codec.frame import Frame, Outs
 from thinwire.codec.selection import Cutoff, Rule, StratifiedSample, TopK, Window, density_at
 from thinwire.codec.values import Float32
 
@@ -361,6 +362,10 @@ def encode_parts(
     hold: Collection[str] = (),
 ) -> tuple[list[Frame], list[int]]:
     """Encode gradients into one frame per owner; returns the frames and how many entries of each tensor were sent."""
+    if isinstance(tensors, BucketViews) and not hold:
+        found = _encode_windows(codec, tensors, partitions, parts, step)
+        if found is not None:
+            return found
     batch = codec.prepare(tensors, step=step, hold=hold)
     if isinstance(batch, NonFinite):
         return [fill(part.buffer, empty_frame(batch.tensor)) for part in parts], [0] * len(tensors)
@@ -368,6 +373,44 @@ def encode_parts(
     counts = write_batch(batch, output)
     codec.learn(batch)
     return [Frame(frame.finish(pad=True)) for frame in output.frames], counts
+
+
+def _encode_windows(
+    codec: "Codec", tensors: "BucketViews", partitions: Sequence[Partition], parts: Sequence[Part], step: int
+) -> tuple[list[Frame], list[int]] | None:
+    """Encode windows, which need no look at the tensors, with a single call of the kernels.
+
+    Returns None where `encode_parts` must take its own way: for other selections and settings, and for tensors that are
+    not finite. Frames and residuals are the same to the bit.
+    """
+    feedback = codec.feedback
+    if codec.observer is not None or not codec.writes_windows or not isinstance(feedback, ErrorFeedback):
+        return None
+    windows = codec.windows(tensors.names, tensors.numels, step)
+    if windows is None or tensors.args is None or _native.first_not_finite(tensors.args) >= 0:
+        return None
+    coding = ValueCoding(codec.values.code)
+    sections: list[_native.SectionArgs] = []
+    for (name, tensor), (address, dtype, n) in zip(tensors.items(), tensors.args, strict=True):
+        residual = codec.ensure_residuals(name, tensor)["residual"]
+        if residual.numel() != n:
+            return None
+        there = residual.data_ptr()
+        sections.append((len(sections), (address, dtype, there, feedback.decay, n), there, 0, *coding))
+    outputs = [FrameOutput(part.buffer, part.reserves) for part in parts]
+    sent = _native.Writer.add_windows([o.writer for o in outputs], _placed(sections, windows, partitions))
+    codec.step = step + 1
+    return [Frame(output.finish(pad=True)) for output in outputs], sent
+
+
+def _placed(
+    sections: Sequence["_native.SectionArgs"], windows: Sequence[Window], partitions: Sequence[Partition]
+) -> list[tuple["_native.SectionArgs", int, int, int, int]]:
+    """Return sections with their windows and owners, as the kernels take them."""
+    return [
+        (section, window.start, window.count, partition.world, partition.first)
+        for section, window, partition in zip(sections, windows, partitions, strict=True)
+    ]
 
 
 def encode_sums(
@@ -384,6 +427,15 @@ def encode_sums(
     With `windows`, by section, these entries are sent; otherwise the codec selects. Zeros follow the frame in the
     buffer.
     """
+    if windows is not None and codec.observer is None and codec.writes_windows:
+        coding, output = ValueCoding(codec.values.code), FrameOutput(buffer, [])
+        sections = [(i, Vector(t, None, 1.0, t, None).args, t.data_ptr(), 0, *coding) for i, t in sums.items()]
+        everything = [Partition(1, 0)] * len(sections)
+        sent = _native.Writer.add_windows([output.writer], _placed(sections, [windows[i] for i in sums], everything))
+        counts = [0] * len(names)
+        for i, count in zip(sums, sent, strict=True):
+            counts[i] = count
+        return Frame(output.finish(pad=True), counts=tuple(counts))
     vectors = [Vector(t, None, 1.0, t, None) for t in sums.values()]
     rules = [windows[i] for i in sums] if windows is not None else None
     batch = codec.choose([names[i] for i in sums], vectors, list(sums), len(names), step, rules)
@@ -434,13 +486,53 @@ def fill(buffer: Tensor, frame: Frame) -> Frame:
 
 
 class BucketViews(dict[str, Tensor]):
-    """Named flat tensors that stay at their addresses while this object lives, as the gradients of a DDP bucket do."""
+    """Named flat tensors that stay at their addresses while this object lives, as the gradients of a DDP bucket do.
+
+    What depends on names, sizes and addresses alone is computed once. The tensors must not change after its first use.
+    """
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return list(self)
+
+    @cached_property
+    def outs(self) -> Outs:
+        """The tensors, for sums that are written to them."""
+        return Outs(self.values())
+
+    @cached_property
+    def numels(self) -> list[int]:
+        """The sizes of the tensors."""
+        return [tensor.numel() for tensor in self.values()]
+
+    @cached_property
+    def elements(self) -> int:
+        """The number of elements of all tensors."""
+        return sum(self.numels)
+
+    @cached_property
+    def key(self) -> str:
+        """Identifies the tensors by their names and order."""
+        return key_of(self)
 
     @cached_property
     def args(self) -> "list[_native.ArrayArgs] | None":
         """The tensors as the kernels take them; None if the kernels cannot take all of them."""
         fit = all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in DTYPES for t in self.values())
         return [array_args(t) for t in self.values()] if fit and self else None
+
+
+def elements_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of elements of all tensors."""
+    if isinstance(tensors, BucketViews):
+        return tensors.elements
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def key_of(names: Collection[str]) -> str:
+    """Return what identifies tensors by their names and order."""
+    return f"{next(iter(names), '')}+{len(names)}+{zlib.crc32(chr(10).join(names).encode()):08x}"
 
 
 class BucketEncoder:

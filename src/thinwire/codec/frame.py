@@ -6,6 +6,7 @@ docs/wire-format.md specifies the layout. A reader validates every byte before i
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -100,8 +101,9 @@ class Frames:
 
         `numels` are the sizes of each frame's tensors, or a single list for all. Raises FrameError for any wrong byte.
         """
-        if any(message.dtype != torch.uint8 or message.device.type != "cpu" for message in messages):
-            raise FrameError("frames are uint8 tensors on the CPU")
+        for message in messages:
+            if message.dtype is not torch.uint8 or not message.is_cpu:
+                raise FrameError("frames are uint8 tensors on the CPU")
         self.lengths, self.non_finite = [], []  # an error must not leave the results of an earlier read
         self._messages = [message.contiguous() for message in messages]  # the readers point into these bytes
         described = [(message.data_ptr(), message.numel()) for message in self._messages]
@@ -131,8 +133,19 @@ def sum_frames(readers: Sequence[FrameReader], outs: Sequence[Tensor]) -> None:
     _native.sum_frames([reader._reader for reader in readers], _sum_args(outs, None), 1.0)
 
 
+class Outs(list[Tensor]):
+    """Tensors for sums that stay at their addresses while this object lives; they are checked once."""
+
+    @cached_property
+    def args(self) -> "list[_native.SumArgs]":
+        """The tensors as the kernels take them."""
+        return _sum_args(list(self), None)
+
+
 def _sum_args(outs: Sequence[Tensor], partitions: Sequence[tuple[int, int]] | None) -> "list[_native.SumArgs]":
     """Return the outs as the kernels take them."""
+    if partitions is None and isinstance(outs, Outs):
+        return outs.args
     _check_outs(enumerate(outs))
     split = partitions if partitions is not None else [(1, 0)] * len(outs)
     return [(out.data_ptr(), out.numel(), *partition) for out, partition in zip(outs, split, strict=True)]

@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.codec.selection import Cutoff, Group, Selection
+
+# The density that `LowRank.for_ranks` does not exceed.
+_MOST = 0.4
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,15 @@ class LowRank(Selection):
     A convolution's weights count as a matrix with a row per output channel. Vectors, and matrices that would not
     become smaller, are sent whole, and so is everything with a density of 1. The basis
     follows the data by one step of subspace iteration per exchange.
+
+    With `ranks`, density and `max_rank` are those for up to so many ranks. With more, both grow in proportion, up to a
+    density of 0.4: the more ranks there are, the more of each one's updates is noise that averaging removes, and that
+    low rank does not express.
     """
 
     density: float = 0.15
     max_rank: int = 64
+    ranks: int | None = None
     shares_threshold: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -38,6 +47,8 @@ class LowRank(Selection):
             raise ValueError(f"a density must lie in (0, 1], not {self.density}")
         if self.max_rank < 1:
             raise ValueError(f"a rank is at least 1, not {self.max_rank}")
+        if self.ranks is not None and self.ranks < 1:
+            raise ValueError(f"a number of ranks is at least 1, not {self.ranks}")
 
     def select(self, group: Group, *, step: int, key: int, state: dict[str, float]) -> Cutoff:
         raise ValueError(
@@ -46,6 +57,10 @@ class LowRank(Selection):
 
     def expected(self, n: int, step: int) -> int:
         return max(1, math.ceil(self.density * n))
+
+    def for_ranks(self, world: int) -> "LowRank":
+        growth = 1.0 if self.ranks is None else max(1.0, min(world / self.ranks, _MOST / self.density))
+        return replace(self, density=self.density * growth, max_rank=round(self.max_rank * growth), ranks=None)
 
     def rank(self, rows: int, columns: int) -> int:
         """Return the number of basis columns for a matrix; 0 if it is sent whole."""
@@ -64,7 +79,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal vectors in the row space or the column space of one matrix. It does not change: see `advanced`."""
+    """Orthonormal vectors in the row space or the column space of one matrix. It does not change: see `expand`."""
 
     seed: int  # of random vectors
     rows: int
@@ -88,34 +103,43 @@ class Basis:
         """The number of coordinates of a matrix."""
         return self.rank * (self.rows if self.of_rows else self.columns)
 
-    def project(self, matrix: Tensor) -> Tensor:
-        """Return the flat coordinates of a flat matrix, on the CPU: those for one vector after the other."""
-        flat, vectors = matrix.view(self.rows, self.columns), self.vectors.to(matrix.device)
-        coordinates = vectors @ (flat.T if self.of_rows else flat)
-        return coordinates.cpu().contiguous().view(-1)
+    @cached_property
+    def args(self) -> tuple[int, int, int, bool, int]:
+        """The basis as the kernels take it."""
+        return self.rows, self.columns, self.rank, self.of_rows, self.vectors.data_ptr()
+
+    def project(self, matrix: Tensor, out: Tensor) -> None:
+        """Write the flat coordinates of a flat matrix to the CPU: those for one vector after the other."""
+        flat, vectors = matrix.view(self.rows, self.columns), self.vectors
+        if matrix.is_cpu and matrix.dtype == torch.float32:
+            torch.mm(vectors, flat.T if self.of_rows else flat, out=out.view(self.rank, -1))
+            return
+        flat = flat.float()
+        out.copy_((vectors.to(flat.device) @ (flat.T if self.of_rows else flat)).view(-1))
 
     def subtract(self, matrix: Tensor, coordinates: Tensor) -> None:
         """Subtract what these coordinates stand for from a flat matrix on any device."""
-        if matrix.device.type == "cpu" and matrix.dtype == torch.float32:
-            left, right = (coordinates, self.vectors) if self.of_rows else (self.vectors, coordinates)
-            places = (left.data_ptr(), right.data_ptr())
-            _native.subtract_low_rank(matrix.data_ptr(), self.rows, self.columns, self.rank, *places)
+        if matrix.is_cpu and matrix.dtype == torch.float32:
+            _native.subtract_low_rank([(*self.args, coordinates.data_ptr(), matrix.data_ptr())])
             return
         flat, vectors = matrix.view(self.rows, self.columns), self.vectors.to(matrix.device)
         there = coordinates.view(self.rank, -1).to(matrix.device)
         flat.addmm_(there.T if self.of_rows else vectors.T, vectors if self.of_rows else there, alpha=-1.0)
 
-    def expand(self, coordinates: Tensor, out: Tensor) -> None:
-        """Write what these coordinates stand for to a flat matrix on the CPU, to the same bits on all machines."""
-        left, right = (coordinates, self.vectors) if self.of_rows else (self.vectors, coordinates)
-        _native.set_low_rank(out.data_ptr(), self.rows, self.columns, self.rank, left.data_ptr(), right.data_ptr())
+    def expand(self, coordinates: Tensor, out: Tensor) -> "Basis":
+        """Write what these coordinates stand for to a flat matrix on the CPU, to the same bits on all machines.
 
-    def advanced(self, mean: Tensor) -> "Basis":
-        """Return the next basis: the mean coordinates, orthonormalised. A mean of zero leaves the basis as it is."""
-        if not bool(mean.any()):
-            return self
-        vectors = _orthonormal(mean.view(self.rank, -1).clone(), self.seed)
-        return replace(self, of_rows=not self.of_rows, vectors=vectors)
+        Returns the next basis: the coordinates, orthonormalised. If all of them are zero, that is this basis.
+        """
+        following = self.following()
+        places = coordinates.data_ptr(), out.data_ptr(), self.seed, following.vectors.data_ptr()
+        (advanced,) = _native.expand_low_rank([(*self.args, *places)])
+        return following if advanced else self
+
+    def following(self) -> "Basis":
+        """Return a basis on the other side of the matrix, whose vectors are still to be written."""
+        vectors = torch.empty(self.rank, self.rows if self.of_rows else self.columns)
+        return Basis(self.seed, self.rows, self.columns, not self.of_rows, vectors)
 
     def state_dict(self) -> dict[str, Tensor | bool]:
         """Return the vectors, and whether they are as long as a row."""

@@ -290,6 +290,10 @@ class Selection(ABC):
         """Return the same rule for `factor` times the entries, where it has a density."""
         return self
 
+    def for_ranks(self, world: int) -> "Selection":
+        """Return the rule for so many ranks."""
+        return self
+
     def for_sums(self, factor: float) -> "Selection":
         """Return the rule for the second selection of a scatter-reduce, which is from the sums of selected entries."""
         return self.scaled(factor)

@@ -5,7 +5,6 @@ buckets under way at the same time. `Dense` is the simplest exchange: a plain al
 compression does not pay.
 """
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codec.codec import Codec
+from thinwire.codec.encode import BucketViews, key_of
 from thinwire.codec.frame import BLOCK
 from thinwire.exchange.channel import Channel
 from thinwire.exchange.rounds import Round
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Groups = Callable[[list[list[int]]], list[Channel]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bucket:
     """Tensors that are averaged together, by parameter name. `outs` are flat float32 CPU tensors for the mean."""
 
@@ -39,13 +39,12 @@ class Bucket:
 
     @property
     def numels(self) -> list[int]:
-        return [out.numel() for out in self.outs]
+        return self.tensors.numels if isinstance(self.tensors, BucketViews) else [out.numel() for out in self.outs]
 
     @property
     def key(self) -> str:
         """Identifies the bucket by its parameters and their order, because DDP may renumber its buckets."""
-        names = "\n".join(self.tensors).encode()
-        return f"{next(iter(self.tensors), '')}+{len(self.outs)}+{zlib.crc32(names):08x}"
+        return self.tensors.key if isinstance(self.tensors, BucketViews) else key_of(self.tensors)
 
 
 @dataclass

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from thinwire import _native
 from thinwire.errors import LinkError
-from thinwire.exchange.doubling import DoublingRound, hops
+from thinwire.exchange.doubling import DoublingRound
 from thinwire.exchange.rounds import (
     Arrived,
     Collective,
     DirectMessages,
     DirectRound,
-    Ended,
     Lane,
     MessageRound,
     Round,
@@ -89,7 +88,9 @@ class Channel:
 
     def scatter(self, messages: Tensor, sizes: Sequence[int], size: int, lane: int) -> Round:
         """Send each rank its part of `messages`, `sizes` bytes each, and receive `size` bytes from every other rank."""
-        return self._exchange(messages, sizes, [0 if r == self.rank else size for r in range(self.world)], lane)
+        expected = [size] * self.world
+        expected[self.rank] = 0
+        return self._exchange(messages, sizes, expected, lane)
 
     def gather_uneven(self, message: Tensor, sizes: Sequence[int], lane: int, *, doubling: bool = True) -> Round:
         """All ranks' messages; `sizes` are the sizes of all ranks' messages, this rank's included.
@@ -112,7 +113,7 @@ class Channel:
         if self._direct is not None:
             outgoing = message.view(torch.uint8) if here else message.view(torch.uint8)[:0]
             expected = [size if r == root and not here else 0 for r in range(self.world)]
-            return self._start(lane, [outgoing] * self.world, expected)
+            return self._start(lane, [outgoing] * self.world, [size if here else 0] * self.world, expected)
         began = _now()
         dist.broadcast(message, dist.get_global_rank(self.group, root), group=self.group)
         self._count(size * (self.world - 1) if here else 0, 0 if here else size, began)
@@ -121,7 +122,7 @@ class Channel:
 
     def _exchange(self, messages: Tensor, sent: Sequence[int], expected: Sequence[int], lane: int) -> Round:
         if self._direct is not None:
-            return self._start(lane, torch.split(messages, list(sent)), expected)
+            return self._start(lane, messages.split_with_sizes(list(sent)), sent, expected)
         began, out = _now(), self._room("out", sum(expected))
         # The group's own method, because the checks of the public function take as long as a small exchange itself.
         group: Any = self.group
@@ -134,27 +135,23 @@ class Channel:
 
     def _all_gather(self, message: Tensor, sizes: Sequence[int], lane: int, *, doubling: bool = True) -> Round:
         if not (self.doubling and doubling):
-            return self._start(lane, [message] * self.world, sizes)
-        volume = sum(sizes) - sizes[self.rank]
-        passed_on = sum(sizes[(self.rank + j) % self.world] for _, count in hops(self.world) for j in range(count))
-        return self._counted(lambda ended: DoublingRound(self._lane(lane), message, sizes, ended), passed_on, volume)
+            return self._start(lane, [message] * self.world, [sizes[self.rank]] * self.world, sizes)
+        began = time.thread_time()
+        return self._counted(DoublingRound(self._lane(lane), message, sizes, self._ended), began)
 
-    def _start(self, lane: int, outgoing: Sequence[Tensor], expected: Sequence[int]) -> Round:
-        """Send messages directly; what this rank has for itself is its own message in the result."""
-        sent = sum(m.numel() for r, m in enumerate(outgoing) if r != self.rank)
-        received = sum(n for r, n in enumerate(expected) if r != self.rank)
-        return self._counted(lambda ended: DirectRound(self._lane(lane), outgoing, expected, ended), sent, received)
+    def _start(self, lane: int, outgoing: Sequence[Tensor], sizes: Sequence[int], expected: Sequence[int]) -> Round:
+        """Send messages of these sizes directly; what this rank has for itself is its own message in the result."""
+        began = time.thread_time()
+        return self._counted(DirectRound(self._lane(lane), outgoing, sizes, expected, self._ended), began)
 
     def _lane(self, number: int) -> Lane:
         assert self._direct is not None and self.group is not None
         return self._direct.lane(number)
 
-    def _counted(self, start: Callable[[Ended], MessageRound], sent: int, received: int) -> MessageRound:
-        """Start a round of messages that this rank sends and receives itself."""
-        began = time.thread_time()
-        found = start(self._ended)
-        self.sent += sent
-        self.received += received
+    def _counted(self, found: MessageRound, began: float) -> MessageRound:
+        """Count a round of messages that this rank sends and receives itself, whose start began then."""
+        self.sent += found.sent
+        self.received += found.received
         self.cpu += time.thread_time() - began
         return found
 

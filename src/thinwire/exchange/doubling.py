@@ -12,20 +12,27 @@ in the order in which it started them; all other rounds are complete without any
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
-from thinwire.exchange.rounds import Ended, Lane, MessageRound
+from thinwire.exchange.rounds import Ended, Incoming, Lane, MessageRound
 
 
-def hops(world: int) -> list[tuple[int, int]]:
+@cache
+def hops(world: int) -> tuple[tuple[int, int], ...]:
     """(distance, count) of each message: a rank sends its first `count` messages to the rank `distance` before it.
 
     Its first messages are its own and those of the ranks after it.
     """
-    return [(1 << k, min(1 << k, world - (1 << k))) for k in range((world - 1).bit_length())]
+    return tuple((1 << k, min(1 << k, world - (1 << k))) for k in range((world - 1).bit_length()))
+
+
+@cache
+def _passed_on(world: int) -> int:
+    """The most messages that a rank passes on at once."""
+    return max((count for _, count in hops(world)), default=0)
 
 
 class DoublingRound(MessageRound):
@@ -36,37 +43,42 @@ class DoublingRound(MessageRound):
         rank, world = lane.rank, lane.world
         self._message, self._hops = message, hops(world)
         # Messages count from this rank's own: message j is that of the rank j after it.
-        self._sizes = [sizes[(rank + j) % world] for j in range(world)]
-        self._ends = [0, *accumulate(self._sizes)]
-        self._passed_on = max((count for _, count in self._hops), default=0)
-        expected = {d: self._ends[d + count] - self._ends[d] for d, count in self._hops}
-        by_distance = {d: lane.expect((rank + d) % world, size) for d, size in expected.items() if size}
-        self._by_distance = by_distance
-        self.incoming = list(by_distance.values())
-        self.trips = sum(0.5 if d in by_distance and by_distance[d].head is None else 1.0 for d in expected)
-        self._send(*self._hops[0], message)
+        self._sizes = [*sizes[rank:], *sizes[:rank]]
+        self._ends = ends = [0, *accumulate(self._sizes)]
+        self._arriving: list[Incoming | None] = []  # by hop; None where there are no bytes
+        self.received = ends[-1] - ends[1]
+        for distance, count in self._hops:
+            size = ends[distance + count] - ends[distance]
+            found = lane.expect((rank + distance) % world, size) if size else None
+            self._arriving.append(found)
+            if found is not None:
+                self.incoming.append(found)
+            self.trips += 0.5 if found is not None and found.head is None else 1.0
+            self.sent += ends[count]
+        self._send(1, 1, message)
 
-    def _send(self, distance: int, count: int, first: Tensor) -> None:
-        if self._ends[count]:
-            peer = (self._lane.rank - distance) % self._lane.world
-            self.sends += self._lane.send(peer, first[: self._ends[count]])
+    def _send(self, distance: int, count: int, messages: Tensor) -> None:
+        if size := self._ends[count]:
+            self.sends += self._lane.send((self._lane.rank - distance) % self._lane.world, messages, size)
 
     def wait(self) -> list[Tensor]:
         rank, world, ends = self._lane.rank, self._lane.world, self._ends
-        found = [self._message] * world
+        ordered = [self._message]  # this rank's own message, then those of the ranks after it
+        passed_on = _passed_on(world)
         first = self._message  # this rank's first messages, one after the other, as far as they are to be passed on
-        if self._passed_on > 1:
-            first = self._lane.copies(ends[self._passed_on])
+        if passed_on > 1:
+            first = self._lane.copies(ends[passed_on])
             first[: ends[1]] = self._message
-        for place, (distance, count) in enumerate(self._hops):
-            if place:
-                self._send(distance, count, first)
-            incoming = self._by_distance.get(distance)
+        for (distance, count), incoming in zip(self._hops, self._arriving, strict=True):
+            if distance > 1:
+                self._send(distance, count, first[: ends[count]])
             arrived = incoming.wait() if incoming is not None else self._message[:0]
-            if distance < self._passed_on:
-                kept = first[ends[distance] : ends[distance + count]]
-                kept.copy_(arrived[: kept.numel()])
-            for j, part in enumerate(torch.split(arrived, self._sizes[distance : distance + count]), start=distance):
-                found[(rank + j) % world] = part
+            if distance < passed_on:
+                kept = min(distance + count, passed_on)  # the end of those among them that are passed on
+                first[ends[distance] : ends[kept]] = arrived[: ends[kept] - ends[distance]]
+            if count == 1:
+                ordered.append(arrived)
+            else:
+                ordered += arrived.split_with_sizes(self._sizes[distance : distance + count])
         self._wait_for_sends()
-        return found
+        return [*ordered[world - rank :], *ordered[: world - rank]]

@@ -46,9 +46,7 @@ class Gather(Exchange):
 
     def stages(self, bucket: Bucket) -> Stages:
         key = bucket.key
-        if key not in self._plans:
-            self._plans[key] = self._plan(bucket)
-        plan = self._plans[key]
+        plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(bucket))
         known = self._codec.known_bytes(plan.names, plan.numels, bucket.step)
         size = known if known is not None else self._agreed_size(key, plan, bucket.step)
         # 1. Encode the selected entries; the rest stays in the residual.

@@ -13,12 +13,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire import _native
 from thinwire.codec.codec import Codec
+from thinwire.codec.encode import BucketViews
 from thinwire.codec.feedback import ErrorFeedback, first_not_finite
+from thinwire.codec.frame import Outs
 from thinwire.codec.low_rank import Basis, LowRank, matrix_shape
 from thinwire.codec.selection import Rotate
 from thinwire.exchange.base import Bucket, Exchange, Groups, Outcome, Stages
 from thinwire.exchange.channel import Channel
+
+
+class _Plan:
+    """Memory for the coordinates of a bucket whose bases have certain sides, the same in every step.
+
+    The coordinates of all tensors lie one after the other, so that one operation serves all of them.
+    """
+
+    def __init__(self, keys: list[str], sizes: list[int]) -> None:
+        self.keys = keys
+        self.coordinates, parts = _aligned(sizes)
+        self.kept, kept = _aligned(sizes)
+        _, means = _aligned(sizes)
+        self.views = BucketViews(zip(keys, parts, strict=True))
+        self.slots = {key: {"residual": part} for key, part in zip(keys, kept, strict=True)}
+        self.means = Outs(means)
+        self.places = [(part, part.data_ptr()) for part in parts]
+        self.means_at = [mean.data_ptr() for mean in means]
+
+
+def _aligned(sizes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """Zeros, and parts of these sizes that begin at multiples of 64 bytes, as torch's own tensors do.
+
+    What matrix products round to may depend on the alignment of their results.
+    """
+    rooms = [-(-size // 16) * 16 for size in sizes]
+    whole = torch.zeros(sum(rooms))
+    return whole, [room[:size] for room, size in zip(whole.split_with_sizes(rooms), sizes, strict=True)]
 
 
 @dataclass
@@ -28,13 +59,24 @@ class _Part:
     basis: Basis | None  # None: the tensor is sent whole, and its coordinates are its elements
     total: Tensor  # the residual, with the tensor added unless it is on hold
     coordinates: Tensor
+    at: int  # address of the coordinates
 
-    def subtract(self, matrix: Tensor, coordinates: Tensor) -> None:
-        """Subtract what coordinates stand for."""
+    @property
+    def in_kernels(self) -> bool:
+        """Whether kernels can write to the residual."""
+        return self.total.is_cpu and self.total.dtype == torch.float32
+
+    @property
+    def args(self) -> tuple[int, int, int, bool, int]:
+        """The basis as the kernels take it; they take a tensor without one as a matrix of one row."""
+        return (1, self.total.numel(), 0, True, 0) if self.basis is None else self.basis.args
+
+    def subtract(self, matrix: Tensor) -> None:
+        """Subtract what the coordinates stand for."""
         if self.basis is None:
-            matrix -= coordinates.to(matrix)
+            matrix -= self.coordinates.to(matrix)
         else:
-            self.basis.subtract(matrix, coordinates)
+            self.basis.subtract(matrix, self.coordinates)
 
 
 class LowRankMean(Exchange):
@@ -42,6 +84,7 @@ class LowRankMean(Exchange):
 
     def __init__(self, inner: Exchange, shapes: Mapping[str, Sequence[int]]) -> None:
         self._inner, self._shapes = inner, dict(shapes)
+        self._plans: dict[tuple[str, ...], _Plan] = {}
 
     def setup(self, channel: Channel, codec: Codec, sizes: Mapping[str, int], groups: Groups) -> None:
         selection = codec.selection
@@ -59,80 +102,89 @@ class LowRankMean(Exchange):
     def stages(self, bucket: Bucket) -> Stages:
         # 1. Add the tensors to the residuals and project the sums.
         began = time.perf_counter()
-        parts = self._parts(bucket)
+        plan = self._plan(bucket)
+        parts = self._parts(bucket, plan)
+        self._inner_codec.place_residuals(plan.slots)
         compress = time.perf_counter() - began
-        # 2. Average the coordinates. Their names tell the side of the basis, because it determines their number.
-        keys = {self._key(name, part.basis): part.coordinates for name, part in parts.items()}
-        means = [torch.empty(c.numel()) for c in keys.values()]
-        hold = frozenset(self._key(name, parts[name].basis) for name in bucket.hold)
-        outcome = yield from self._inner.stages(Bucket(keys, means, bucket.step, hold, bucket.index))
+        # 2. Average the coordinates.
+        hold = frozenset(key for key, name in zip(plan.keys, bucket.tensors, strict=True) if name in bucket.hold)
+        outcome = yield from self._inner.stages(Bucket(plan.views, plan.means, bucket.step, hold, bucket.index))
         compress += outcome.compress
         if outcome.non_finite:
-            self._forget(keys)
+            plan.kept.zero_()
             return Outcome(outcome.non_finite, compress=compress)
-        # 3. Leave in the residual what was not sent, expand the mean, and take it as the next basis.
+        # 3. What took effect of the coordinates is all but what the inner codec kept, which is forgotten there:
+        # rounding errors, and where ScatterReduce rounds sums, those of the sums that this rank owns. The next
+        # coordinates refer to another basis, so that the outer residual must hold these errors.
         began = time.perf_counter()
-        sent = self._sent(keys)
-        _leave(parts, sent, 1.0)
-        for name, mean, out in zip(parts, means, bucket.outs, strict=True):
-            self._finish(name, mean, out)
-        counts = dict(zip(parts, (outcome.counts.get(key, 0) for key in keys), strict=True))
+        plan.coordinates -= plan.kept
+        plan.kept.zero_()
+        _leave(parts)
+        # 4. Expand the mean, and take it as the next basis.
+        self._finish(bucket, plan, parts)
+        counts = {name: outcome.counts.get(key, 0) for key, name in zip(plan.keys, bucket.tensors, strict=True)}
         decode = time.perf_counter() - began + outcome.decode
         return Outcome(
             [],
             counts,
             compress,
             decode,
-            undo=lambda: _leave(parts, sent, -1.0),
-            sent=lambda targets: _write_sent(parts, sent, targets),
+            undo=lambda: _undo(plan, parts),
+            sent=lambda targets: _write_sent(plan, parts, targets),
         )
 
-    def _parts(self, bucket: Bucket) -> dict[str, _Part]:
-        """The tensors' sums and coordinates; NaN if a tensor is not finite, which tells all ranks."""
-        codec = self._codec
-        checked = {name: codec.checked(name, tensor) for name, tensor in bucket.tensors.items()}
-        finite = first_not_finite([t for name, t in checked.items() if name not in bucket.hold]) < 0
-        parts = {}
-        for name, tensor in checked.items():
-            basis, slots = self._bases.get(name), codec.ensure_residuals(name, tensor)
-            size = tensor.numel() if basis is None else basis.size
-            if name in bucket.hold or not finite:
-                total, coordinates = slots.get("residual"), torch.full((size,), 0.0 if finite else torch.nan)
-                total = torch.zeros(tensor.numel()) if total is None else total
-            else:
-                total = codec.feedback.prepare(tensor, slots).accumulate().gradient.view(-1)
-                plain = total.float()
-                coordinates = plain.cpu().clone() if basis is None else basis.project(plain)
-            parts[name] = _Part(basis, total, coordinates)
-        return parts
+    def _plan(self, bucket: Bucket) -> _Plan:
+        """The memory for a bucket's coordinates, whose number depends on the sides of the bases."""
+        keys = tuple(self._key(name) for name in bucket.tensors)
+        found = self._plans.get(keys)
+        if found is None:
+            bases = [self._bases.get(name) for name in bucket.tensors]
+            sizes = [n if basis is None else basis.size for n, basis in zip(bucket.numels, bases, strict=True)]
+            found = self._plans[keys] = _Plan(list(keys), sizes)
+        return found
 
-    def _sent(self, keys: Mapping[str, Tensor]) -> list[Tensor]:
-        """What took effect of each tensor's coordinates: all but what the inner codec kept, which is forgotten there.
-
-        It kept rounding errors, and where ScatterReduce rounds sums, those of the sums that this rank owns. The next
-        coordinates refer to another basis, so that the outer residual must hold these errors.
-        """
-        kept = [self._inner_codec.residuals(key).get("residual") for key in keys]
-        sent = [c if k is None else c - k for c, k in zip(keys.values(), kept, strict=True)]
-        self._forget(keys)
-        return sent
-
-    def _forget(self, keys: Mapping[str, Tensor]) -> None:
-        for key in keys:
-            if (kept := self._inner_codec.residuals(key).get("residual")) is not None:
-                kept.zero_()
-
-    @staticmethod
-    def _key(name: str, basis: Basis | None) -> str:
+    def _key(self, name: str) -> str:
+        """The name of a tensor's coordinates, which tells the side of its basis."""
+        basis = self._bases.get(name)
         return name if basis is None else f"{name} {'rows' if basis.of_rows else 'columns'}"
 
-    def _finish(self, name: str, mean: Tensor, out: Tensor) -> None:
-        basis = self._bases.get(name)
-        if basis is None:
-            out.copy_(mean)
-        else:
-            basis.expand(mean, out)
-            self._bases[name] = basis.advanced(mean)
+    def _parts(self, bucket: Bucket, plan: _Plan) -> list[_Part]:
+        """The tensors' sums and coordinates; NaN if a tensor is not finite, which tells all ranks."""
+        codec = self._codec
+        added = {name for name, tensor in bucket.tensors.items() if codec.is_accumulated(name, tensor)}
+        changes = {name: codec.checked(name, t) for name, t in bucket.tensors.items() if name not in added}
+        finite = first_not_finite([t for name, t in changes.items() if name not in bucket.hold]) < 0
+        parts = []
+        for name, (coordinates, at) in zip(bucket.tensors, plan.places, strict=True):
+            basis, change = self._bases.get(name), changes.get(name, bucket.tensors[name])
+            slots = codec.ensure_residuals(name, change)
+            if name in bucket.hold or not finite:
+                held = slots.get("residual")
+                total = torch.zeros(change.numel()) if held is None else held
+                coordinates.fill_(0.0 if finite else torch.nan)
+            else:
+                total = (
+                    slots["residual"] if name in added else codec.feedback.prepare(change, slots).accumulate().gradient
+                )
+                total = total.view(-1)
+                if basis is None:
+                    coordinates.copy_(total)
+                else:
+                    basis.project(total, coordinates)
+            parts.append(_Part(basis, total, coordinates, at))
+        return parts
+
+    def _finish(self, bucket: Bucket, plan: _Plan, parts: Sequence[_Part]) -> None:
+        """Write what the mean coordinates stand for to the bucket's outputs, and advance the bases."""
+        following = [None if part.basis is None else part.basis.following() for part in parts]
+        calls = []
+        for part, after, mean, out in zip(parts, following, plan.means_at, bucket.outs, strict=True):
+            seed, there = (0, 0) if after is None else (after.seed, after.vectors.data_ptr())
+            calls.append((*part.args, mean, out.data_ptr(), seed, there))
+        advanced = _native.expand_low_rank(calls)
+        for name, after, moved in zip(bucket.tensors, following, advanced, strict=True):
+            if after is not None and moved:
+                self._bases[name] = after
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bases by parameter name."""
@@ -148,13 +200,24 @@ class LowRankMean(Exchange):
         return f"LowRankMean({self._inner!r})"
 
 
-def _leave(parts: Mapping[str, _Part], sent: Sequence[Tensor], sign: float) -> None:
-    """Subtract what was sent from the residuals; a sign of -1 adds it back."""
-    for part, coordinates in zip(parts.values(), sent, strict=True):
-        part.subtract(part.total, sign * coordinates)
+def _leave(parts: Sequence[_Part]) -> None:
+    """Subtract what the coordinates stand for from the residuals."""
+    _native.subtract_low_rank([(*part.args, part.at, part.total.data_ptr()) for part in parts if part.in_kernels])
+    for part in parts:
+        if not part.in_kernels:
+            part.subtract(part.total)
 
 
-def _write_sent(parts: Mapping[str, _Part], sent: Sequence[Tensor], targets: list[Tensor]) -> None:
-    for part, coordinates, target in zip(parts.values(), sent, targets, strict=True):
+def _undo(plan: _Plan, parts: Sequence[_Part]) -> None:
+    """Add what was sent to the residuals again."""
+    plan.coordinates.neg_()
+    _leave(parts)
+    plan.coordinates.neg_()
+
+
+def _write_sent(plan: _Plan, parts: Sequence[_Part], targets: list[Tensor]) -> None:
+    plan.coordinates.neg_()
+    for part, target in zip(parts, targets, strict=True):
         target.zero_()
-        part.subtract(target, -coordinates)
+        part.subtract(target)
+    plan.coordinates.neg_()

@@ -17,6 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class Collective(Round):
         self._ended(self._began, self._arrived, 0)
 
 
+@lru_cache  # for all peers the same in an all-gather
 def capacity(posted: int, size: int) -> int:
     """Bytes of the receive that follows a message of `size` bytes, if there was room for `posted`.
 
@@ -94,11 +96,12 @@ def capacity(posted: int, size: int) -> int:
     return min(max(-(-3 * size // 2) + 511 & ~511, _LEAST), _MOST)
 
 
-@dataclass
+@dataclass(slots=True)
 class Incoming:
     """A message under way to this rank."""
 
     peer: int
+    size: int
     message: Tensor
     works: list[Any]
     head: Tensor | None = None  # where the first part of a message in two parts arrives
@@ -118,7 +121,11 @@ class Lane:
     def __init__(self, backend: Any, tag: int, rank: int, world: int) -> None:
         self._backend, self._tag = backend, tag
         self.rank, self.world = rank, world
+        # In different orders on all ranks, so that no link gets all messages at once. The first of them sends its
+        # message to this rank last: when that has arrived, so have most of the others.
+        self.peers = [(rank + i) % world for i in range(1, world)]
         self._rooms = [torch.empty(0, dtype=torch.uint8)] * world  # of the posted receives
+        self._sizes = [0] * world  # of the rooms
         self._posted: list[Any] = [None] * world
         self._there = [0] * world  # bytes of the receives that the other ranks have posted for this one
         self._copies = torch.empty(0, dtype=torch.uint8)
@@ -131,27 +138,27 @@ class Lane:
 
     def expect(self, peer: int, size: int) -> Incoming:
         """The next message of a rank, of `size` bytes, which are at least 1."""
-        room = self._rooms[peer]
-        works = [self._posted[peer]] if room.numel() else []
-        if size <= room.numel():
-            return Incoming(peer, room[:size], works)
+        room, there = self._rooms[peer], self._sizes[peer]
+        works = [self._posted[peer]] if there else []
+        if size <= there:
+            return Incoming(peer, size, room[:size], works)
         # What is too large for the posted receive gets one of its own.
         whole = torch.empty(size, dtype=torch.uint8)
-        works.append(self._backend.recv([whole[room.numel() :]], peer, self._tag))
-        return Incoming(peer, whole, works, room)
+        works.append(self._backend.recv([whole[there:]], peer, self._tag))
+        return Incoming(peer, size, whole, works, room)
 
-    def send(self, peer: int, message: Tensor) -> list[Any]:
+    def send(self, peer: int, message: Tensor, size: int) -> list[Any]:
         """Send a message, in two parts if it is too large for the receive that the other rank has posted."""
-        size, room = message.numel(), self._there[peer]
+        room = self._there[peer]
         self._there[peer] = capacity(room, size)
         if size <= room:
             return [self._backend.send([message], peer, self._tag)]
         parts = (message[:room], message[room:])
         return [self._backend.send([part], peer, self._tag) for part in parts if part.numel()]
 
-    def fits(self, peer: int, message: Tensor) -> bool:
-        """Whether the other rank has posted a receive for the whole message, so that it need not wait for a notice."""
-        return message.numel() <= self._there[peer]
+    def fits(self, peer: int, size: int) -> bool:
+        """Whether the other rank has posted a receive for a whole message, so that it need not wait for a notice."""
+        return size <= self._there[peer]
 
     def copies(self, size: int) -> Tensor:
         """A buffer for messages that are passed on, the same in every step."""
@@ -165,18 +172,23 @@ class Lane:
         A rank may be gone by now. Nobody may need it any more, so that the next round tells of it.
         """
         try:
-            for peer, size in [(each.peer, each.message.numel()) for each in read]:
-                room = self._rooms[peer]
-                wanted = capacity(room.numel(), size)
-                if wanted != room.numel():
-                    room = self._rooms[peer] = torch.empty(wanted, dtype=torch.uint8)
-                self._posted[peer] = self._backend.recv([room], peer, self._tag)
+            for each in read:
+                peer, there = each.peer, self._sizes[each.peer]
+                wanted = capacity(there, each.size)
+                if wanted != there:
+                    self._rooms[peer], self._sizes[peer] = torch.empty(wanted, dtype=torch.uint8), wanted
+                self._posted[peer] = self._backend.recv([self._rooms[peer]], peer, self._tag)
         except RuntimeError as error:
             self._failure = error.with_traceback(None)
 
 
 class MessageRound(Round):
-    """A round of messages that ranks send to one another, without a collective of the process group."""
+    """A round of messages that ranks send to one another, without a collective of the process group.
+
+    sent, received: bytes of this rank, known when the round begins.
+    """
+
+    sent = received = 0
 
     def __init__(self, lane: Lane, ended: Ended) -> None:
         lane.check()
@@ -198,21 +210,28 @@ class MessageRound(Round):
 class DirectRound(MessageRound):
     """Every rank sends every other rank its message: world - 1 messages a rank, none of which waits for another.
 
-    expected: the bytes of the other ranks' messages. A message of no bytes is not sent.
+    sizes: the bytes of the outgoing messages, by receiver. expected: the bytes of the other ranks' messages. A message
+    of no bytes is not sent.
     """
 
-    def __init__(self, lane: Lane, outgoing: Sequence[Tensor], expected: Sequence[int], ended: Ended) -> None:
+    def __init__(
+        self, lane: Lane, outgoing: Sequence[Tensor], sizes: Sequence[int], expected: Sequence[int], ended: Ended
+    ) -> None:
         super().__init__(lane, ended)
         self._own = outgoing[lane.rank]
-        # In different orders on all ranks, so that no link gets all messages at once. The first of them sends its
-        # message to this rank last: when that has arrived, so have most of the others.
-        peers = [(lane.rank + i) % lane.world for i in range(1, lane.world)]
-        self.incoming = [lane.expect(peer, expected[peer]) for peer in peers if expected[peer]]
-        receivers = [peer for peer in peers if outgoing[peer].numel()]
-        noticed = all(lane.fits(peer, outgoing[peer]) for peer in receivers)
-        self.trips = 0.5 if noticed and all(each.head is None for each in self.incoming) else 1.0
-        for peer in receivers:
-            self.sends += lane.send(peer, outgoing[peer])
+        noticed = True
+        for peer in lane.peers:
+            if size := expected[peer]:
+                found = lane.expect(peer, size)
+                self.incoming.append(found)
+                self.received += size
+                noticed &= found.head is None
+        for peer in lane.peers:
+            if size := sizes[peer]:
+                noticed &= lane.fits(peer, size)
+                self.sends += lane.send(peer, outgoing[peer], size)
+                self.sent += size
+        self.trips = 0.5 if noticed else 1.0
 
     def wait(self) -> list[Tensor]:
         messages = [self._own[:0]] * self._lane.world

@@ -59,6 +59,9 @@ class _ScatterPlan:
     sums: list[Tensor]  # this rank's share of every tensor
     split: list[tuple[int, int]]  # the owners as the kernels take them
     places: dict[int, Tensor] = field(default_factory=dict)  # positions of the sums' elements in the tensors
+    whole: list[Window] | None = None  # the last windows that all ranks sent
+    windows: list[list[Window]] = field(default_factory=list)  # by owner: its part of these
+    budgets: list[int] = field(default_factory=list)  # by owner: the bytes of a frame of its part
 
 
 class ScatterReduce(Exchange):
@@ -103,7 +106,7 @@ class ScatterReduce(Exchange):
         plan = self._plans[key]
         windows = self._windows(bucket, plan)
         if windows is not None:  # a result has the windows of a part
-            budgets = sizes = list(map(self._codec.windows_bytes, plan.shares, windows))
+            budgets = sizes = plan.budgets
         else:
             budgets = self._parts.get(key, bucket.step, lambda: self._first_parts(bucket, plan))
             sizes = self._results.get(key, bucket.step, lambda: self._first_results(bucket, plan))
@@ -177,10 +180,13 @@ class ScatterReduce(Exchange):
         windows = self._codec.windows(plan.names, bucket.numels, bucket.step)
         if windows is None:
             return None
-        return [
-            [partition.window(window, r) for partition, window in zip(plan.partitions, windows, strict=True)]
-            for r in range(self._channel.world)
-        ]
+        if windows != plan.whole:
+            plan.windows = [
+                [partition.window(window, r) for partition, window in zip(plan.partitions, windows, strict=True)]
+                for r in range(self._channel.world)
+            ]
+            plan.whole, plan.budgets = windows, list(map(self._codec.windows_bytes, plan.shares, plan.windows))
+        return plan.windows
 
     def _first_parts(self, bucket: Bucket, plan: _ScatterPlan) -> list[int]:
         """First sizes of the parts: room for twice the entries of an even distribution over the shares."""

@@ -27,29 +27,39 @@ def correct_noise(optimizer: torch.optim.Optimizer, workers: int, only: Containe
 
     only: the ids of the parameters that are exchanged; by default all.
     """
-    stepped = [
-        (p, state, group)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if only is None or id(p) in only
-        if p.grad is not None and "exp_avg_sq" in (state := optimizer.state.get(p, {})) and float(state["step"]) > 0
-    ]
+    stepped = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and (only is None or id(p) in only):
+                state = optimizer.state.get(p)
+                if state is not None and "exp_avg_sq" in state:
+                    stepped.append((p, state, group))
     correct_all(stepped, workers)
 
 
 def correct_all(stepped: Iterable[tuple[Tensor, dict[str, Any], dict[str, Any]]], workers: int) -> None:
     """Correct parameters, given with their states and groups; the kernel takes those it can in one call."""
     together = []
+    known: tuple[object, float, tuple[float, float, float, float]] = (None, 0.0, (0.0, 0.0, 0.0, 0.0))
     for p, state, group in stepped:
-        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        step = float(state["step"])
+        if step <= 0.0:
+            continue
+        if known[0] is not group or known[1] != step:  # the same for most parameters
+            beta1, beta2 = map(float, group["betas"])
+            known = group, step, (float(group["lr"]), 1.0 - beta1**step, 1.0 - beta2**step, group["eps"])
+        rest = known[2]
         mean, square = state["exp_avg"], state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
-        rest = (float(group["lr"]), 1.0 - float(beta1) ** step, 1.0 - float(beta2) ** step, group["eps"])
         p, mean, square = local_part(p), local_part(mean), local_part(square)
-        if all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (p, mean, square)):
+        if _in_kernel(p) and _in_kernel(mean) and _in_kernel(square):
             together.append((p.data_ptr(), mean.data_ptr(), square.data_ptr(), p.numel(), *rest))
         else:
             correct_adam(p, mean, square, *rest, workers)
     _native.correct_adam(together, workers)
+
+
+def _in_kernel(t: Tensor) -> bool:
+    return t.is_cpu and t.dtype is torch.float32 and t.is_contiguous()
 
 
 def correct_adam(

@@ -19,8 +19,8 @@ from thinwire.codec.selection import Selection
 from thinwire.exchange.base import Dense, Exchange
 from thinwire.hooks import adam
 from thinwire.hooks.ddp import attach_ddp
-from thinwire.hooks.fsdp import attach_fsdp, is_sharded
-from thinwire.hooks.optimizer import attach_optimizer, attach_sharded_optimizer
+from thinwire.hooks.fsdp import attach_fsdp, check_not_replicated, is_sharded
+from thinwire.hooks.optimizer import attach_optimizer, attach_sharded_optimizer, attach_single_process
 from thinwire.link.assembly import LinkOptions, dense_is_quick, open_local_link
 from thinwire.link.link import Link
 from thinwire.link.rounds import SGD, Nesterov, Outer, Rounds
@@ -83,10 +83,13 @@ def attach(
         TypeError, ValueError: the model or an option cannot be used.
         LinkError: the ranks differ in version, codec, exchange or parameters, or the model is attached already.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     given = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     optimizers = tuple(map(_unwrapped_optimizer, given))
     kind, reason = _domain(domain, optimizers)
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
+    check_not_replicated(inner)
     ranks = _ranks(inner)
     sharded = mesh is not None or is_sharded(inner)
     auto = kind == "update" and codec == "auto"
@@ -114,6 +117,8 @@ def attach(
         else:
             link = attach_fsdp(inner, options, mesh, on_last_bucket)
         ranks = link.world
+    elif ranks == 1 and kind == "update":
+        link = attach_single_process(inner.module if isinstance(inner, DistributedDataParallel) else inner, options)
     elif ranks == 1:
         link = open_local_link({name: p for name, p in inner.named_parameters() if p.requires_grad}, options)
     elif kind == "gradient" and not isinstance(inner, DistributedDataParallel):
@@ -183,20 +188,26 @@ def _report(
     local = f"{rounds}" if link.domain == "update" and rounds != Rounds() else ""
     _log.info("%r attached; %s", link, "; ".join(part for part in (reason, local, link.why) if part))
     if link.domain == "update":
-        elements = sum(local_part(p).numel() for p in model.parameters())
-        noise = "the learning rate may have to be up to sqrt(ranks) times higher"
-        if not rounds.corrects:
-            noise = "the learning rate is that of one rank's batch"
-        elif all(adam.corrects(o) for o in optimizers):
-            noise = "Adam's second moments are corrected for the number of ranks"
-        each = 8 + 8 * rounds.overlap + 4 * isinstance(rounds.outer, Nesterov)  # bytes
-        _log.info("updates take %.0f MB more memory (shared parameters, residuals); %s", 1e-6 * each * elements, noise)
+        if link.world > 1:
+            _report_updates(model, optimizers, rounds)
         return
     _warn_of_momentum(link, optimizers)
     _warn_of_second_moments(link, model, optimizers)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _report_updates(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rounds: Rounds) -> None:
+    """Log the memory that updates take, and what becomes of the learning rate."""
+    elements = sum(local_part(p).numel() for p in model.parameters())
+    noise = "the learning rate may have to be up to sqrt(ranks) times higher"
+    if not rounds.corrects:
+        noise = "the learning rate is that of one rank's batch"
+    elif all(adam.corrects(o) for o in optimizers):
+        noise = "Adam's second moments are corrected for the number of ranks"
+    each = 8 + 8 * rounds.overlap + 4 * isinstance(rounds.outer, Nesterov)  # bytes
+    _log.info("updates take %.0f MB more memory (shared parameters, residuals); %s", 1e-6 * each * elements, noise)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers of torch.compile (`_orig_mod`) and of Lightning Fabric (`_forward_module`)."""
     while True:
         inner = getattr(model, "_orig_mod", None) or getattr(model, "_forward_module", None)

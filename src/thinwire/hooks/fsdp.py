@@ -5,12 +5,13 @@ within the shard group, and calls a hook for each unit (each module that was sha
 parts of the unit's gradients, each padded to the size of the first rank's part. The FSDP hook hands these parts to a
 link between the ranks of all replicas that hold the same parts.
 
-The names of parameters, and which of them have a gradient, are known to FSDP's private `FSDPParamGroup` only.
+The names of parameters, and which of them have a gradient, are known to FSDP's private `FSDPParamGroup` only. A PyTorch
+where what thinwire reads of it has another name is refused at attach.
 """
 
 import logging
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +26,16 @@ from thinwire.exchange.channel import Channel, OwnGroups, agreed, checksum
 from thinwire.hooks.ddp import when_ready
 from thinwire.link.assembly import LinkOptions, open_link, open_local_link
 from thinwire.link.autotune import Autotuner
-from thinwire.link.link import Link
+from thinwire.link.link import Link, UpdateState
 from thinwire.link.shards import Cut, LocalShards, Shards, local_part
 from thinwire.link.thread import Future, Job
 
 _log = logging.getLogger("thinwire")
+_PRIVATE_OF_GROUPS = ("fsdp_params", "mesh_info", "device", "post_backward", "all_reduce_grads", "_all_reduce_hook")
+_PRIVATE_OF_PARAMETERS = (
+    *("sharded_param", "sharded_size", "padded_sharded_param_size"),
+    *("unsharded_param", "unsharded_accumulated_grad"),
+)
 _HOW = 'shard it over one dimension, fully_shard(module, mesh=mesh["shard"]), and give attach the whole mesh'
 
 
@@ -37,6 +43,16 @@ def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP shards a model or one of its modules. FSDP itself is not imported, which takes seconds."""
     names = {"FSDPModule", "FullyShardedDataParallel"}
     return any(kind.__name__ in names for module in model.modules() for kind in type(module).__mro__)
+
+
+def check_not_replicated(model: nn.Module) -> None:
+    """TypeError if PyTorch's composable `replicate()` averages the gradients of a model or of one of its modules."""
+    where = "torch.distributed._composable.replicate"  # and replicate_with_fsdp, which is not imported here either
+    if any(kind.__module__.startswith(where) for module in model.modules() for kind in type(module).__mro__):
+        raise TypeError(
+            "replicate() averages gradients uncompressed before any hook runs: wrap the model in "
+            "DistributedDataParallel instead, or shard it with fully_shard"
+        )
 
 
 @dataclass(eq=False)
@@ -187,6 +203,8 @@ def _fsdp_modules(model: nn.Module) -> dict[str, Any]:
     found = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not found:
         raise TypeError(f"mesh= is for models that FSDP2 shards, and {type(model).__name__} is not sharded: {_HOW}")
+    for module in found.values():
+        _param_groups(module)  # refuses a PyTorch that it does not know before anything else is called
     return found
 
 
@@ -211,10 +229,30 @@ def _units(modules: Mapping[str, Any], names: Mapping[int, str]) -> list[Unit]:
 
 
 def _param_groups(module: Any) -> Sequence[Any]:
-    state = module._get_fsdp_state()
+    state = _private(module, "_get_fsdp_state")()
     if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        groups = list(state._fsdp_param_groups)
+    else:
+        only = _private(state, "_fsdp_param_group")
+        groups = [only] if only is not None else []
+    for group in groups:
+        for name in _PRIVATE_OF_GROUPS:
+            _private(group, name)
+        for each in group.fsdp_params:
+            for name in _PRIVATE_OF_PARAMETERS:
+                _private(each, name, of_class=name == "unsharded_param")  # it has no value before the first use
+    return groups
+
+
+def _private(owner: Any, name: str, *, of_class: bool = False) -> Any:
+    """A private attribute of FSDP. TypeError if this PyTorch has none of that name."""
+    there = type(owner) if of_class else owner
+    if not hasattr(there, name):
+        raise TypeError(
+            f"FSDP of PyTorch {torch.__version__} has no {type(owner).__name__}.{name}, which thinwire reads: use a "
+            "version that thinwire is tested with, such as 2.13"
+        )
+    return getattr(there, name)
 
 
 def _check_parameters(trained: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> None:
@@ -257,17 +295,51 @@ def _replica_group(mesh: DeviceMesh | None, shard_group: dist.ProcessGroup) -> d
     return found[0]
 
 
+def check_owned(parameters: Iterable[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """ValueError if none of the optimizers, of which there may be none, owns a parameter of the model."""
+    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    if optimizers and owned.isdisjoint(map(id, parameters)):
+        raise ValueError(
+            "the optimizer owns no parameter of the model, because fully_shard replaces them: make the optimizer from "
+            "model.parameters() after sharding"
+        )
+
+
 def attach_fsdp(
     model: nn.Module, options: LinkOptions, mesh: DeviceMesh | None, on_last_bucket: Callable[[], None] | None = None
 ) -> Link:
     """Attach a link for gradients to a sharded model; with a single replica, one that exchanges nothing."""
     sharded = ShardedModel(model, mesh)
+    check_owned(sharded.trained.values(), options.optimizers)
     if sharded.replicas.size() == 1:
-        sharded.check_hooks()
-        return open_local_link(sharded.local, options)
+        return open_single_replica(sharded, options)
     link, hook = open_sharded_link(sharded, options)
     hook.on_last_bucket = on_last_bucket
     link.set_hook(hook.release, hook.all_reduce)
+    return link
+
+
+def open_single_replica(
+    sharded: ShardedModel, options: LinkOptions, updates: Callable[[Link], UpdateState | None] = lambda link: None
+) -> Link:
+    """A link that exchanges nothing, because there is one replica. Its ranks load and save their parts of states.
+
+    updates: makes what the link saves besides the residuals, in the update domain.
+    """
+    groups = OwnGroups(sharded.shard_group, sharded.units[0].group.device, options.timeout)
+
+    def build() -> Link:
+        sharded.check_hooks()
+        link = open_local_link(sharded.local, options)
+        link.set_hook(lambda _: groups.close(), updates=updates(link))
+        return link
+
+    try:
+        link = agreed(groups.all, build, lambda _: {})
+    except BaseException:
+        groups.close()
+        raise
+    link.set_shards(sharded.shards(groups))
     return link
 
 

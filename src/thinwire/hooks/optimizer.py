@@ -22,17 +22,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.codec.feedback import first_not_finite
 from thinwire.errors import LinkError
-from thinwire.exchange.channel import Channel
+from thinwire.exchange.channel import Channel, share
 from thinwire.hooks import adam
 from thinwire.hooks.buffers import BufferMean, without_broadcasts
 from thinwire.hooks.ddp import DDPHook, keep_local
-from thinwire.hooks.fsdp import ShardedModel, open_sharded_link
+from thinwire.hooks.fsdp import ShardedModel, check_owned, open_sharded_link, open_single_replica
 from thinwire.link.assembly import LinkOptions, open_link, open_local_link
 from thinwire.link.autotune_updates import UpdateTuner
 from thinwire.link.link import Link
 from thinwire.link.rounds import Pace
 from thinwire.link.shards import local_part, shared_like
-from thinwire.link.updates import Updates
+from thinwire.link.updates import LocalUpdates, Updates
 
 Optimizer = torch.optim.Optimizer
 
@@ -44,8 +44,7 @@ def attach_optimizer(
     ddp = inner if isinstance(inner, DistributedDataParallel) else None
     module: nn.Module = inner if ddp is None else ddp.module
     group = dist.distributed_c10d._get_default_group() if ddp is None else ddp.process_group
-    owned = {id(p) for o in options.optimizers for each in o.param_groups for p in each["params"]}
-    parameters = {name: p for name, p in module.named_parameters() if id(p) in owned}
+    parameters = _owned_parameters(module, options.optimizers)
 
     def prepare() -> DDPHook | None:
         if attached_hook(module) is not None:
@@ -70,11 +69,27 @@ def attach_optimizer(
     if ddp is None or quiet:
         hook.buffers = link.collective(lambda channel: BufferMean(module, channel))
     if options.rounds.seconds:
-        hook.pace = link.collective(lambda channel: Pace(options.rounds.seconds, channel))
+        hook.updates.pace = link.collective(lambda channel: Pace(options.rounds.seconds, channel))
     link.set_hook(lambda _: hook.remove(), updates=hook.updates)
     if options.tune_updates:
         hook.tuner = UpdateTuner(link, hook.updates)
     return link
+
+
+def attach_single_process(model: nn.Module, options: LinkOptions) -> Link:
+    """A link of a single process, which exchanges no updates and can save and load those of several."""
+    _check(model, options.optimizers)
+    parameters = _owned_parameters(model, options.optimizers)
+    link = open_local_link(parameters, options)
+    updates = LocalUpdates(parameters, options.optimizers, link.codec, options.rounds)
+    link.set_hook(lambda _: None, updates=updates)
+    return link
+
+
+def _owned_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """The parameters that these optimizers train."""
+    owned = {id(p) for o in optimizers for each in o.param_groups for p in each["params"]}
+    return {name: p for name, p in module.named_parameters() if id(p) in owned}
 
 
 def attach_sharded_optimizer(model: nn.Module, inner: nn.Module, options: LinkOptions, mesh: DeviceMesh | None) -> Link:
@@ -82,14 +97,19 @@ def attach_sharded_optimizer(model: nn.Module, inner: nn.Module, options: LinkOp
     if options.rounds.seconds:
         raise ValueError("a sharded model takes the same steps on all ranks: give every as a number of steps")
     owned = {id(p) for o in options.optimizers for each in o.param_groups for p in each["params"]}
+    check_owned(inner.parameters(), options.optimizers)
     sharded = ShardedModel(inner, mesh, owned)
-    if sharded.replicas.size() == 1:
-        sharded.check_hooks()
-        return open_local_link(sharded.local, options)
-    link, local = open_sharded_link(sharded, options, lambda: _check(inner, options.optimizers))
     whole = sharded.local.whole
-    hook = OptimizerHook(link, Updates(sharded.local, options.optimizers, link.codec, options.rounds, whole), inner)
-    hook.before_writing = sharded.reshard
+    if sharded.replicas.size() == 1:
+
+        def alone(link: Link) -> LocalUpdates:
+            _check(inner, options.optimizers)
+            return LocalUpdates(sharded.local, options.optimizers, link.codec, options.rounds, whole, sharded.reshard)
+
+        return open_single_replica(sharded, options, alone)
+    link, local = open_sharded_link(sharded, options, lambda: _check(inner, options.optimizers))
+    updates = Updates(sharded.local, options.optimizers, link.codec, options.rounds, whole, sharded.reshard)
+    hook = OptimizerHook(link, updates, inner)
     hook.install(model, inner)
     hook.on_release(lambda: local.release(link))
     local.local = True
@@ -155,10 +175,8 @@ class OptimizerHook:
     def __init__(self, link: Link, updates: Updates, module: nn.Module) -> None:
         self.updates = updates
         self.buffers: BufferMean | None = None  # averages buffers, where DDP does not broadcast them
-        self.pace: Pace | None = None  # ends rounds by time
         self.tuner: UpdateTuner | None = None  # chooses the rounds, under "auto"
         self._samples = 0  # that this step's forward passes have seen
-        self.before_writing: Callable[[], None] = lambda: None  # called before parameters change for a forward pass
         self._link, self._module = link, module
         self._handles: list[Any] = []
         self._release: list[Callable[[], None]] = []
@@ -190,7 +208,6 @@ class OptimizerHook:
         def after(caller: nn.Module, args: Any, output: Any) -> None:
             if self._swapped_by is caller:
                 self._swapped_by = None
-                self.before_writing()
                 self.updates.swap(ahead=True)
 
         def saved(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -198,8 +215,8 @@ class OptimizerHook:
                 self._show_shared(state, prefix)
 
         def loading(owner: nn.Module, *rest: Any) -> None:
-            if owner is module:  # what is not loaded must not stay at the local view
-                self.updates.absorb()
+            if owner is module:
+                self.updates.before_loading()
 
         def loaded(owner: nn.Module, keys: Any) -> None:
             if owner is module:
@@ -248,13 +265,12 @@ class OptimizerHook:
             # Outside of training mode gradients are those of what the parameters hold: autograd must find it unchanged.
             if caller.training:
                 if len(self.updates.ahead) < len(self.updates.parameters):
-                    self.before_writing()
+                    self.updates.before_writing()
                 self.updates.look_ahead()
         elif self._swapped_by is None:
             self._finish()
             if self.updates.ahead:
                 self._swapped_by = caller
-                self.before_writing()
                 self.updates.swap(ahead=False)
 
     # Around an optimizer's step
@@ -311,13 +327,14 @@ class OptimizerHook:
 
     def _count(self, index: int, *, finite: bool) -> None:
         """Count a step of an optimizer. If its round ends, exchange what it changed."""
-        updates, pace = self.updates, self.pace
+        updates, pace = self.updates, self.updates.pace
         ended = updates.count(index, finite=finite)
         if pace is not None:
             pace.count(max(1, self._samples))
             self._samples = 0
-            # While another rank or the network is late, this rank goes on computing.
-            ended = pace.over() and not updates.waits
+            # While another rank or the network is late, this rank goes on computing. An error ends the round at once:
+            # the exchange that has failed cannot tell when the next one is due.
+            ended = not updates.waits and (pace.over() or self._link.failure is not None)
         if ended:
             began = time.perf_counter()
             self._finish(index)
@@ -328,13 +345,11 @@ class OptimizerHook:
     def _exchange(self, index: int) -> None:
         """Exchange what an optimizer changed in a round, in the link's thread if that overlaps the next round."""
         updates = self.updates
-        if self.pace is not None:
-            updates.weight = self.pace.weight
         jobs = updates.jobs(index)
         if jobs:
             # With overlap the buffers belong to the first optimizer: only one exchange of them can be under way.
             buffers = self.buffers if index == 0 or not updates.rounds.overlap else None
-            jobs[0] = replace(jobs[0], ready=_in_turn([p.begin() for p in (self.pace, buffers) if p is not None]))
+            jobs[0] = replace(jobs[0], ready=_in_turn([p.begin() for p in (updates.pace, buffers) if p is not None]))
         if updates.rounds.overlap:
             updates.begin(index, jobs, self._link.begin_all(jobs))
             return
@@ -386,9 +401,8 @@ class OptimizerHook:
             return
 
         def agree(channel: Channel) -> bool:
-            mine = torch.tensor([float(sum(float(t) for t in found.values()) > 0.0)]).to(channel.device)
-            channel.all_reduce(mine)
-            return self._link.any_shard(float(mine) > 0.0)
+            mine = any(float(t) > 0.0 for t in found.values())
+            return self._link.any_shard(any(overflow for (overflow,) in share(channel, [float(mine)])))
 
         try:
             overflowed = self._link.collective(agree)

@@ -1,13 +1,14 @@
 """Accelerate: `attach` for prepared models; `save_state` and `load_state` then carry each rank's link too."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thinwire.hooks.attach import attach as attach_model
-from thinwire.integrations.rank_files import load_ranks, save_ranks
+from thinwire.integrations.rank_files import AttachedLinks
+from thinwire.integrations.wrapped import attach_wrapped
 from thinwire.link.link import Link
 
 
@@ -21,7 +22,7 @@ def attach(
     """Compress what the ranks of an Accelerator exchange. Call it after `accelerator.prepare`, on all ranks.
 
     From then on `save_state` also writes each rank's link into the folder `thinwire` of the checkpoint, and
-    `load_state` reads it.
+    `load_state` reads it. Of several models attach all in the same order before loading.
 
     Args:
         accelerator: the Accelerator that has prepared the model.
@@ -30,38 +31,36 @@ def attach(
         codec: a density, a selection, a `Codec`, or the name of a preset, as `thinwire.attach` takes it.
         options: further options of `thinwire.attach`.
     """
-    link = attach_model(model, codec, optimizer=optimizer, **options)
-    checkpoint = AcceleratedLink(link)
-    accelerator.register_save_state_pre_hook(checkpoint.saving)
-    accelerator.register_load_state_pre_hook(checkpoint.loading)
-    accelerator.register_for_checkpointing(checkpoint)
+    link = attach_wrapped(model, codec, "call accelerator.prepare first", optimizer=optimizer, **options)
+    links: AttachedLinks | None = getattr(accelerator, "_thinwire_links", None)
+    if links is None:
+        links = accelerator._thinwire_links = AttachedLinks()
+        _watch(accelerator, links)
+    links.add(link)
     return link
 
 
-class AcceleratedLink:
-    """A link in the checkpoints of an Accelerator.
+def _watch(accelerator: Any, links: AttachedLinks) -> None:
+    """Let an Accelerator save and load links.
 
-    Accelerate tells its hooks the folder, on all ranks, before it saves or loads. Registered objects are loaded last,
-    when all ranks have rank 0's optimizer: then each rank reads its own file.
+    It tells its hooks the folder, on all ranks, before it saves or loads. Links are loaded after everything else, when
+    all ranks have rank 0's optimizer. They are no registered objects: Accelerate refuses checkpoints without these.
     """
+    found: list[Path] = []
+    load = accelerator.load_state
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._folder: Path | None = None
+    def saving(models: list[torch.nn.Module], weights: list[Any], folder: str) -> None:
+        links.save(Path(folder) / "thinwire")
 
-    def saving(self, models: list[torch.nn.Module], weights: list[Any], folder: str) -> None:
-        """Write this rank's link."""
-        save_ranks(self._link, Path(folder) / "thinwire")
+    def finding(models: list[torch.nn.Module], folder: str) -> None:
+        found[:] = [Path(folder) / "thinwire"]
 
-    def loading(self, models: list[torch.nn.Module], folder: str) -> None:
-        """Note where the link will be loaded from."""
-        self._folder = Path(folder) / "thinwire"
+    @functools.wraps(load)
+    def loading(*arguments: Any, **options: Any) -> Any:
+        result = load(*arguments, **options)
+        links.load(found[0])
+        return result
 
-    def state_dict(self) -> dict[str, int]:
-        """What Accelerate saves for all ranks: the step, to look at."""
-        return {"step": self._link.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Read this rank's link."""
-        assert self._folder is not None
-        load_ranks(self._link, self._folder)
+    accelerator.register_save_state_pre_hook(saving)
+    accelerator.register_load_state_pre_hook(finding)
+    accelerator.load_state = loading

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from thinwire.hooks.attach import attach as attach_model
-from thinwire.integrations.rank_files import load_ranks, local_folder, remove_ranks, save_ranks
+from thinwire.integrations.rank_files import (
+    AttachedLinks,
+    load_ranks,
+    local_folder,
+    remove_ranks,
+    save_ranks,
+)
+from thinwire.integrations.wrapped import attach_wrapped
 from thinwire.link.link import Link
 
 
@@ -32,7 +38,8 @@ class ThinwireCallback(Callback):
         """Attach to the model that the strategy has wrapped."""
         optimizers = self._options.get("optimizer", trainer.optimizers)
         options = {**self._options, "optimizer": optimizers}
-        self.link = attach_model(trainer.strategy.model, self._codec, **options)
+        strategy = 'give the Trainer strategy="ddp"'
+        self.link = attach_wrapped(trainer.strategy.model, self._codec, strategy, **options)
         _watch_trainer(trainer.strategy, self._saved)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -68,7 +75,7 @@ def attach(
     """Compress what the ranks of Fabric exchange. Call it after `fabric.setup`, on all ranks.
 
     From then on `fabric.save` also writes each rank's link, into the folder `PATH.thinwire`, and `fabric.load` with a
-    state to restore reads it.
+    state to restore reads it. Of several models attach all in the same order before loading.
 
     Args:
         fabric: the Fabric that has set up the model.
@@ -77,25 +84,33 @@ def attach(
         codec: a density, a selection, a `Codec`, or the name of a preset, as `thinwire.attach` takes it.
         options: further options of `thinwire.attach`.
     """
-    link = attach_model(model, codec, optimizer=optimizer, **options)
-    strategy = fabric.strategy
+    link = attach_wrapped(model, codec, "call fabric.setup first", optimizer=optimizer, **options)
+    links: AttachedLinks | None = getattr(fabric.strategy, "_thinwire_links", None)
+    if links is None:
+        links = fabric.strategy._thinwire_links = AttachedLinks()
+        _watch_fabric(fabric.strategy, links)
+    links.add(link)
+    return link
+
+
+def _watch_fabric(strategy: Any, links: AttachedLinks) -> None:
+    """Let a strategy of Fabric save and load links."""
     save, load = strategy.save_checkpoint, strategy.load_checkpoint
 
     @functools.wraps(save)
     def saving(path: Any, *rest: Any, **others: Any) -> Any:
         result = save(path, *rest, **others)
-        save_ranks(link, _folder(path))
+        links.save(_folder(path))
         return result
 
     @functools.wraps(load)
     def loading(path: Any, state: Any = None, *rest: Any, **others: Any) -> Any:
         result = load(path, state, *rest, **others)
         if state:
-            load_ranks(link, _folder(path))
+            links.load(_folder(path))
         return result
 
     strategy.save_checkpoint, strategy.load_checkpoint = saving, loading
-    return link
 
 
 def _folder(checkpoint: Any) -> Path:

@@ -48,8 +48,7 @@ def save_ranks(link: Link, folder: str | os.PathLike[str]) -> None:
     rank, world = _place()
     path = local_folder(folder)
     path.mkdir(parents=True, exist_ok=True)
-    state = link.state_dict()
-    replace_file(_file(path, rank, world), lambda file: torch.save(state, file), checksum=True)
+    save_state(_file(path, rank, world), link.state_dict())
 
 
 def load_ranks(link: Link, folder: str | os.PathLike[str]) -> bool:
@@ -94,15 +93,47 @@ def _read(folder: Path, rank: int, world: int) -> tuple[list[dict[str, Any]], st
     if missing := [r for r in wanted if (r, count) not in present]:
         return [], f"{folder} has no file of rank {', '.join(map(str, missing))} of {count}, which saved there"
     try:
-        return [_load(_file(folder, r, count)) for r in wanted], ""
+        return [load_state(_file(folder, r, count)) for r in wanted], ""
     except (OSError, RuntimeError, DamagedFileError) as error:
         return [], f"{folder}: {' '.join(str(error).split())}"
 
 
-def _load(path: Path) -> dict[str, Any]:
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a state to a file, which ends with a checksum."""
+    replace_file(path, lambda file: torch.save(state, file), checksum=True)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read what `save_state` wrote; DamagedFileError if it has changed since."""
     with open_checked(path) as (file, _):
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
+
+
+class AttachedLinks:
+    """The links whose models one framework object saves together: usually one, in a GAN two.
+
+    The first link's files are in the folder of a checkpoint, those of the others in its folders 1, 2, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._links: list[Link] = []
+
+    def add(self, link: Link) -> None:
+        """Add a link, which takes the place of the first one that was detached."""
+        gone = next((i for i, other in enumerate(self._links) if not other.attached), len(self._links))
+        self._links[gone : gone + 1] = [link]
+
+    def save(self, folder: Path) -> None:
+        """Save all links, also those that were detached since."""
+        for index, link in enumerate(self._links):
+            save_ranks(link, folder / str(index) if index else folder)
+
+    def load(self, folder: Path) -> None:
+        """Load those links that are attached."""
+        for index, link in enumerate(self._links):
+            if link.attached:
+                load_ranks(link, folder / str(index) if index else folder)
 
 
 def remove_ranks(folder: str | os.PathLike[str]) -> None:

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from thinwire.files import replace_file
-from thinwire.integrations.rank_files import load_ranks, save_ranks
+from thinwire.errors import DamagedFileError
+from thinwire.integrations.rank_files import load_ranks, load_state, save_ranks, save_state
 from thinwire.link.link import Link
 
 _SHARED = "shared.pt"
@@ -30,8 +28,7 @@ def report(metrics: Mapping[str, Any], link: Link, **saved: Any) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         if ray.train.get_context().get_world_rank() == 0:
-            states = {name: _state(value) for name, value in saved.items()}
-            replace_file(Path(folder) / _SHARED, lambda file: torch.save(states, file))
+            save_state(Path(folder) / _SHARED, {name: _state(value) for name, value in saved.items()})
         save_ranks(link, folder)  # Ray puts the files of all workers into one checkpoint
         checkpoint = ray.train.Checkpoint.from_directory(folder)
         ray.train.report({**metrics, **link.metrics()}, checkpoint=checkpoint)
@@ -42,6 +39,9 @@ def restore(link: Link, **objects: Any) -> dict[str, Any]:
 
     Returns:
         The numbers and texts of the checkpoint, by name; {} at the first attempt.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or lacks an object or a worker's link.
     """
     import ray.train
 
@@ -49,11 +49,20 @@ def restore(link: Link, **objects: Any) -> dict[str, Any]:
     if checkpoint is None:
         return {}
     with checkpoint.as_directory() as folder:
-        states = torch.load(Path(folder) / _SHARED, map_location="cpu", weights_only=True)
+        try:
+            states = load_state(Path(folder) / _SHARED)
+        except DamagedFileError as error:
+            advice = "restore it from a copy, or resume from an earlier one"
+            raise DamagedFileError(f"Ray's checkpoint {checkpoint.path} is damaged ({error}): {advice}") from error
+        if missing := objects.keys() - states.keys():
+            raise ValueError(
+                f"the checkpoint has no {', '.join(sorted(missing))}: give restore the names that report was given, "
+                f"which were {', '.join(sorted(states)) or 'none'}"
+            )
         for name, value in objects.items():
             value.load_state_dict(states.pop(name))
         load_ranks(link, folder)
-    return dict(states)
+    return states
 
 
 def _state(value: Any) -> Any:

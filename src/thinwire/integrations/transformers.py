@@ -8,8 +8,8 @@ from typing import Any, cast
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from thinwire.hooks.attach import attach
 from thinwire.integrations.rank_files import load_ranks, save_ranks
+from thinwire.integrations.wrapped import attach_wrapped
 from thinwire.link.link import Link
 
 
@@ -55,7 +55,8 @@ class ThinwireCallback(TrainerCallback):
         if self._trainer is None:  # added to a Trainer that existed before
             self._find_trainer()
             self._resumed = f"{args.output_dir}/checkpoint-{state.global_step}" if state.global_step else None
-        self.link = attach(self._trainer.model_wrapped, self._codec, **{"optimizer": optimizer, **self._options})
+        model, options = self._trainer.model_wrapped, {"optimizer": optimizer, **self._options}
+        self.link = attach_wrapped(model, self._codec, "let the Trainer use DDP", **options)
         if self._resumed is not None:
             load_ranks(self.link, Path(self._resumed) / "thinwire")
 

@@ -165,7 +165,7 @@ def check_types(parameters: Mapping[str, Tensor]) -> None:
 
 
 def _parts(parameters: Mapping[str, Tensor], options: LinkOptions, sizes: dict[str, int], channel: Channel) -> _Parts:
-    codec = resolve_codec(FIRST.density if options.auto else options.codec)
+    codec = resolve_codec(FIRST.density if options.auto else options.codec, channel.world)
     if isinstance(selection := codec.selection, Adaptive):
         elements = sum(sizes.values())
         codec = codec.copy(selection=selection.within(bits=codec.values.bits, elements=elements, seed=channel.rank))

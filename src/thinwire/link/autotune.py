@@ -103,6 +103,46 @@ def _gather_time(channel: Channel, largest: int) -> tuple[LinearTime, float]:
     return found, max(found.fixed - busy, 0.0)
 
 
+# Bytes of the messages that show how TCP paces, and how many there are. Its rate settles within the first ones.
+_PACED, _PACINGS = 40_000, 6
+# Messages whose processor time is measured; the largest takes so many seconds on the link.
+_BUSY, _LONGEST_BUSY = 4, 0.05
+
+
+def paced_seconds(channel: Channel, network: Network) -> float:
+    """Seconds over which TCP spreads the packets of long messages on this channel, which has sent no messages before.
+
+    TCP learns a connection's rate from what it sends. Probes send longer messages than a step does, and so learn a
+    higher rate than the connections of a link will. Call it on all ranks.
+    """
+    transfer = network.gather.per_byte * _PACED
+    if network.latency < _LONG or transfer > 2.0 * network.latency:  # pacing would not show
+        return 0.0
+
+    def gathered(size: int) -> None:
+        channel.gather(torch.zeros(size, dtype=torch.uint8), 1).finish()
+
+    times = [_timed(channel, gathered, _PACED) for _ in range(_PACINGS)]
+    beyond = statistics.median(times[_PACINGS // 2 :]) - network.gather.fixed
+    return beyond if beyond > 1.2 * transfer else 0.0
+
+
+def gather_cpu(channel: Channel, network: Network) -> LinearTime:
+    """The processor time of a rank in an all-gather, by the bytes of its message. Call it on all ranks."""
+
+    def spent(size: int) -> float:
+        message, times = torch.zeros(size, dtype=torch.uint8), []
+        for _ in range(_BUSY):
+            share(channel, [0.0])
+            began = time.process_time()
+            channel.gather(message, 1).finish()
+            times.append(time.process_time() - began)
+        return statistics.median(t for row in share(channel, times[1:]) for t in row)
+
+    size = int(min(max(_LONGEST_BUSY / network.gather.per_byte, _FIRST), 1 << 18))
+    return LinearTime.through((_EMPTY, spent(_EMPTY)), (size, spent(size)))
+
+
 def _empty_times(channel: Channel, collective: Callable[[int], object]) -> list[float]:
     """The times of empty messages: three of them where that is quick."""
     times = [_timed(channel, collective, _EMPTY)]

@@ -1,7 +1,8 @@
 """UpdateTuner: "auto" for updates. It measures some steps and the network, then chooses local steps and share together.
 
 The first steps exchange every step with the preset "update". Then all ranks forecast every preset of updates and take
-the first that hides the network. The choice is part of the link's state, so that a resumed run continues with it.
+the first that hides the network. The choice is part of the link's state, so that a resumed run continues with it. The
+domain is chosen earlier, at attach: gradients or updates are exchanged for the whole run.
 """
 
 import logging
@@ -20,7 +21,16 @@ from thinwire.link.autotune import MEASURED, WARM, probe_network, update_seconds
 from thinwire.link.link import Link
 from thinwire.link.rounds import Rounds
 from thinwire.link.updates import Updates
-from thinwire.tune.forecast import EVERY, CodecTimes, Network, Workload, decide_update, update_bytes, update_settings
+from thinwire.tune.forecast import (
+    EVERY,
+    CodecTimes,
+    Network,
+    Workload,
+    decide_update,
+    dense_instead,
+    update_bytes,
+    update_settings,
+)
 from thinwire.tune.presets import resolve_codec
 
 _log = logging.getLogger("thinwire")
@@ -67,7 +77,7 @@ class UpdateTuner:
             self._apply(name or FIRST)
 
     def _apply(self, name: str) -> None:
-        link, updates, preset = self._link, self._updates, resolve_codec(name)
+        link, updates, preset = self._link, self._updates, resolve_codec(name, self._link.world)
         inner: Exchange = Gather() if link.world <= 2 else ScatterReduce()
         exchange = LowRankMean(inner, {n: p.shape for n, p in updates.parameters.items()})
         link.codec.selection, link.codec.values = preset.selection, preset.values
@@ -79,11 +89,18 @@ class UpdateTuner:
     def _decide(self, channel: Channel) -> None:
         elements = sum(p.numel() for p in self._updates.parameters.values())
         network = self.probe(channel, elements)
-        times = [t for s in self._settings for t in update_seconds(resolve_codec(s.name), self._tensors())]
+        times = [
+            t for s in self._settings for t in update_seconds(resolve_codec(s.name, channel.world), self._tensors())
+        ]
         rows = share(channel, [statistics.median(self._compute), *times])
         # Rounds end together: the slowest rank counts.
         compute, *slowest = (max(column) for column in zip(*rows, strict=True))
-        chosen, why = decide_update(self._workload(compute, slowest, elements), network, self._settings)
+        work = self._workload(compute, slowest, elements)
+        chosen, why = decide_update(work, network, self._settings)
+        width = max(p.element_size() for p in self._updates.parameters.values())
+        # The domain was chosen before the time of a step was known, and a link keeps it: the user is told.
+        if advice := dense_instead(work, network, self._settings, width):
+            why = f"{why}; {advice}"
         self._link.why = why
         if channel.rank == 0:
             _log.info("auto, step %d: %s", self._link.step, why)

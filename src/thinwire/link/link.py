@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -41,7 +41,9 @@ AllReduce = Callable[[Tensor, int], Future]
 class UpdateState(Protocol):
     """What a link needs of the updates that it exchanges; `thinwire.link.updates` has them."""
 
-    shared: dict[str, Tensor]
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The parameters that all ranks agree on, flat."""
 
     @property
     def exchanges(self) -> int:
@@ -103,6 +105,7 @@ class Link:
         self._channel = channel
         self._check_every = check_every
         self._on_step = on_step  # called by the link's thread, which may use the channel
+        self._attached = True
         self._process_groups = groups  # the process groups behind the channels, which detach gives back
         self._on_detach: Callable[[Link], None] = lambda link: None
         self._all_reduce: AllReduce | None = None
@@ -123,6 +126,9 @@ class Link:
         self._joined_before: dict[tuple[int, ...], _JoinedViews] = {}
         self._board: FailureBoard | None = None
         self._last_job: Job | None = None  # of the present step, once it has begun
+        self._begun: list[Pending] = []  # exchanges that overlap the caller's next steps, as far as they may go on
+        self._overlaps = False  # whether there are or were any
+        self._squares: dict[str, float] = {}  # then: of the residuals' norms, at the end of their last exchange
         self._thread = LinkThread(self._run, self._end_step, self._describe, self._look)
         weakref.finalize(self, self._thread.end)
 
@@ -156,6 +162,11 @@ class Link:
         return mine if self._shards is None else self._shards.any(mine)
 
     @property
+    def attached(self) -> bool:
+        """Whether `detach` has not been called yet."""
+        return self._attached
+
+    @property
     def world(self) -> int:
         """The number of ranks."""
         return self._channel.world
@@ -185,13 +196,22 @@ class Link:
 
     def exchange_all(self, jobs: Sequence[Job]) -> bool:
         """Exchange a step's jobs and wait for them; returns whether all ranks skip the step. Raises LinkError."""
-        skipped = self.begin_all(jobs).wait()
+        skipped = self._submit_all(jobs).wait()
         self.wait()
         return skipped
 
     def begin_all(self, jobs: Sequence[Job]) -> "Pending":
         """Begin to exchange a step's jobs, while the caller goes on."""
+        self._overlaps = True
+        self._begun = [*self._under_way(), self._submit_all(jobs)]
+        return self._begun[-1]
+
+    def _submit_all(self, jobs: Sequence[Job]) -> "Pending":
         return Pending(jobs, [self._thread.submit(job) for job in jobs])
+
+    def _under_way(self) -> list["Pending"]:
+        """The exchanges that overlap the caller's steps and are not finished."""
+        return [pending for pending in self._begun if not pending.done()]
 
     def submit(self, job: Job) -> Future:
         """Average a bucket. The future's value is the job's buffer with the mean; it raises if the exchange failed."""
@@ -293,15 +313,19 @@ class Link:
         self._last_job = jobs[-1] if jobs[-1].last else None
         outputs = [job.outputs() for job in jobs]
         tensors = self._together([job.tensors for job in jobs])
-        outs = tensors if all(o is job.tensors for o, job in zip(outputs, jobs, strict=True)) else _joined(outputs)
+        in_place = all(output is job.tensors for output, job in zip(outputs, jobs, strict=True))
+        outs = tensors if in_place else _joined(outputs)
         step = self.step if jobs[0].step is None else jobs[0].step
-        first, groups = len(self._groups_now), self._groups(jobs)
-        for index, names in enumerate(groups, start=first):
-            if not names:  # of a unit none of whose parameters has elements on this rank
+        names = tensors.names if isinstance(tensors, BucketViews) else list(tensors)
+        first, groups = len(self._groups_now), self._groups(names)
+        for index, group in enumerate(groups, start=first):
+            if not group:  # of a unit none of whose parameters has elements on this rank
                 continue
-            these = tensors if names == list(tensors) else {name: tensors[name] for name in names}
+            these = tensors if group == names else {name: tensors[name] for name in group}
+            # Objects that are the same in every step spare the exchange some work.
+            found = these.outs if isinstance(these, BucketViews) and in_place else [outs[name] for name in group]
             # A parameter whose gradient is zero everywhere took no part in this step: DDP may drop what arrives for it.
-            yield from self._mean(Bucket(these, [outs[name] for name in names], step, all_zero(these), index))
+            yield from self._mean(Bucket(these, found, step, all_zero(these), index))
         for job, output in zip(jobs, outputs, strict=True):
             self._skip_step |= job.finish(output)
 
@@ -346,9 +370,9 @@ class Link:
         if self._check_every and self.step and self.step % self._check_every == 0:
             check_replicas(self._channel, self._replicas, self.step)
 
-    def _groups(self, jobs: list[Job]) -> list[list[str]]:
-        """The names that are exchanged together: those of these jobs, or the loaded groups if they hold the same."""
-        groups = [[name for job in jobs for name in job.tensors]]
+    def _groups(self, names: list[str]) -> list[list[str]]:
+        """The names that are exchanged together: these, or the loaded groups if they hold the same."""
+        groups = [names]
         loaded, self._groups_loaded = self._groups_loaded, None
         self._thread.wait_for_last = False
         if loaded and sorted(chain(*loaded)) == sorted(chain(*groups)):
@@ -384,6 +408,8 @@ class Link:
         if self._last_job is not None:
             self._last_job.skipped.append(self._skip_step)
             self._last_job = None
+        if self._overlaps:  # a new object, because `metrics` may read the present one meanwhile
+            self._squares = {**self._squares, **self._residual_squares(chain(*self._groups_now))}
         if self._diagnostics is not None:
             found = self._diagnostics.end_step(self.step, self.exchange.weight(), skipped=self._skip_step)
             self.diagnoses += [found] if found is not None else []
@@ -409,16 +435,25 @@ class Link:
         residual_norm: the Euclidean norm of this rank's residual over all parameters.
         """
         self.wait()
-        kept = [self.codec.residuals(name).get("residual") for name in self._parameters]
-        squares = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in kept if t is not None)
-        return {**self._stats.report(self._channel.world), "residual_norm": math.sqrt(squares)}
+        squares = self._residual_squares(self._parameters)
+        return {**self._stats.report(self._channel.world), "residual_norm": math.sqrt(sum(squares.values()))}
+
+    def _residual_squares(self, names: Iterable[str]) -> dict[str, float]:
+        """The squared norms of residuals by name."""
+        kept = {name: self.codec.residuals(name).get("residual") for name in names}
+        return {name: _square(tensor) for name, tensor in kept.items() if tensor is not None}
 
     def metrics(self, prefix: str = "thinwire/") -> dict[str, float]:
         """Figures for a logger such as W&B or TensorBoard: floats by name, those of the last step unless they say so.
 
-        Bytes and seconds are this rank's; compression_ratio and residual_norm are explained at `stats`.
+        Bytes and seconds are this rank's; compression_ratio and residual_norm are explained at `stats`. Unlike `stats`
+        this does not wait for an exchange that overlaps local steps: figures are as of the end of the one before.
         """
-        stats = self.stats()
+        if self._under_way():
+            norm = math.sqrt(sum(self._squares.values()))
+            stats = {**self._stats.report(self._channel.world), "residual_norm": norm}
+        else:
+            stats = self.stats()
         last = stats["last_step"]
         seconds = ("compress_seconds", "exchange_seconds", "decode_seconds", "cpu_seconds")
         chosen = ("bytes_sent", "bytes_received", "density", "compression_ratio", *seconds)
@@ -470,6 +505,7 @@ class Link:
         self.wait()
         self._joined_before, self._joined_now = {}, {}
         self._on_detach(self)
+        self._attached = False
         self._thread.end()
         if self._process_groups is not None:
             self._process_groups.close()
@@ -491,7 +527,8 @@ class Link:
         """This link for `torch.distributed.checkpoint`: each rank saves its own part, and loads it bit for bit.
 
         saved: at loading the checkpoint, a path or a storage reader. It may come from another number of replicas, whose
-        mean residual is then preserved, or from another sharding.
+        mean residual is then preserved, or from another sharding. Without it the object saves, and loads again what it
+        has saved; its `load_from(saved)` names a checkpoint later.
         """
         whole = {name: p.shape for name, p in self._parameters.items()}
         return ShardedLink(self, self._shards, whole if self._shards is None else self._shards.shapes(), saved)
@@ -513,7 +550,7 @@ class Link:
             "codec": self.codec.state_dict(),
             "exchange": {repr(self.exchange): self.exchange.state_dict()},
             "units": self._units.state_dict(),
-            "buckets": self._groups_before,
+            "buckets": [list(names) for names in self._groups_before],
         }
         if updates is not None:
             state["updates"] = updates
@@ -552,6 +589,7 @@ class Link:
         self.step = mine["step"]
         if self._updates is not None:
             self._updates.load_state_dict(mine["updates"])
+            self._squares = self._residual_squares(self._parameters)
         # DDP regroups its buckets after the first step. Using the saved groups makes the resumed run bitwise equal.
         fixed = self._updates is not None  # the buckets of updates do not change
         self._groups_loaded = None if fixed else [list(names) for names in mine["buckets"]] or None
@@ -594,6 +632,16 @@ class _JoinedViews:
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
     """All parts as one mapping; a single part is returned as it is, because the codec recognises the object."""
     return parts[0] if len(parts) == 1 else {name: t for part in parts for name, t in part.items()}
+
+
+# Elements whose squares are summed in float32: float64 would take 60 times as long, more elements would lose digits.
+_SUMMED = 1 << 16
+
+
+def _square(tensor: Tensor) -> float:
+    """The squared Euclidean norm of a flat tensor."""
+    norms = [torch.linalg.vector_norm(part) for part in tensor.split(_SUMMED)]
+    return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
 
 _NONE: frozenset[str] = frozenset()

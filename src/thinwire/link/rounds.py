@@ -79,6 +79,20 @@ def check_state(state: Any, shared: Mapping[str, Tensor]) -> None:
                 raise ValueError(f"{name}: the outer optimizer's {key} has another size, or is not finite")
 
 
+def check_pace(state: Any) -> None:
+    """ValueError unless this is the state of a `Pace`, or None."""
+    if state is not None:
+        whole = isinstance(state, Mapping) and set(state) == {"weight", "samples"}
+        weight, samples = (state["weight"], state["samples"]) if whole else (None, None)
+        if not isinstance(weight, float) or not 0.0 <= weight < float("inf") or type(samples) is not int or samples < 0:
+            raise ValueError("the state of a round by time is not a weight and a number of samples")
+
+
+def change_of(start: Tensor, local: Tensor) -> Tensor:
+    """What a round changed in a parameter: where it began, in the parameter's type, minus what that holds now."""
+    return start.to(local.dtype).float() - local.reshape(-1).float()
+
+
 @dataclass(frozen=True)
 class Rounds:
     """The setting of local steps. The default exchanges the change of every step and applies its mean at once."""
@@ -131,6 +145,14 @@ class Pace:
         self._seconds, self._channel = seconds, channel
         self._samples = 0
         self._met: float | None = time.monotonic()  # when all ranks were at the last exchange; None before they are
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weight of this rank in the present round, and the samples that it has seen in it."""
+        return {"weight": self.weight, "samples": self._samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a saved weight and number of samples; an empty state is that of the first round."""
+        self.weight, self._samples = float(state.get("weight", 1.0)), int(state.get("samples", 0))
 
     def count(self, samples: int) -> None:
         """Count the samples of a step."""

@@ -42,6 +42,8 @@ class LocalShards(Mapping[str, Tensor]):
 @torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, which shares its memory; any other tensor is returned as it is."""
+    if type(tensor) in (Tensor, nn.Parameter):  # a lookup that fails takes longer, and most tensors are no DTensors
+        return tensor
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -284,21 +286,41 @@ class ShardedLink:
     """A link for torch.distributed.checkpoint, which stores every replica's residuals as sharded tensors.
 
     saved: the checkpoint to load from, a path or a storage reader. It may have another number of replicas or shards.
+    Without it, the next load takes the tensors that the link has by then, from a checkpoint of the same mesh.
     """
 
     def __init__(self, link: Any, shards: Shards | None, shapes: Mapping[str, torch.Size], saved: Any = None) -> None:
         self._link, self._shards, self._shapes, self._saved = link, shards, shapes, saved
         self._index, self._count = (0, 1) if shards is None else (shards.index, shards.count)
+        self._merges = False  # whether the checkpoint to load has another number of replicas
+
+    def load_from(self, saved: Any) -> None:
+        """Name the checkpoint that the next load reads, a path or a storage reader. After it this object saves again.
+
+        Frameworks that save and load with the same object call it before `torch.distributed.checkpoint.load`.
+        """
+        self._saved = saved
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank saves; where there is a checkpoint to load from, the tensors to load into."""
         if self._saved is not None:
             return self._targets()
-        rest, pieces = take_apart(state := self._link.state_dict(), {n: s.numel() for n, s in self._shapes.items()})
+        self._merges = False
+        state = self._link.state_dict()
+        self._add_residuals(state["codec"]["residuals"])
+        rest, pieces = take_apart(state, {name: shape.numel() for name, shape in self._shapes.items()})
+        rest["pieces"] = [list(path) for path in pieces]
         found: dict[str, Any] = {_rest_key(state["rank"], self._index): encode_rest(rest)}
         for path, (name, tensor) in pieces.items():
             found[f"thinwire {state['rank']} {json.dumps(path)}"] = self._whole(name, tensor)
         return found
+
+    def _add_residuals(self, residuals: dict[str, dict[str, Tensor]]) -> None:
+        """Add zeros for residuals that are not made yet, so that a new link too asks a checkpoint for all of them."""
+        for name in (name for name, shape in self._shapes.items() if shape.numel()):
+            for slot in self._link.codec.feedback.slots:
+                if slot not in (slots := residuals.setdefault(name, {})):
+                    slots[slot] = torch.zeros(self._shapes[name].numel())
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         shaped = part.detach().reshape(self._shapes[name])
@@ -311,9 +333,10 @@ class ShardedLink:
         if not replicas:
             raise ValueError("the checkpoint holds no state of a link: save it with link.sharded()")
         own = self._link.rank, self._link.world
-        wanted = {own[0]} if len(replicas) == own[1] else replicas
-        self._changed = len(shards) != self._count or len(wanted) > 1
-        targets: dict[str, Any] = {_rest_key(r, 0 if self._changed else self._index): "" for r in sorted(wanted)}
+        self._merges = len(replicas) != own[1]
+        wanted = replicas if self._merges else {own[0]}
+        shard = 0 if self._merges or len(shards) != self._count else self._index
+        targets: dict[str, Any] = {_rest_key(replica, shard): "" for replica in sorted(wanted)}
         for key, size, dtype in (
             (k, *self._sizes[k["key"]]) for k in found if k["path"] and int(k["replica"]) in wanted
         ):
@@ -353,22 +376,36 @@ class ShardedLink:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what was read from the checkpoint; from another number of replicas, every rank loads their mean."""
         states: dict[str, dict[str, Any]] = {}
+        unread: set[Path] = set()
         for key in sorted(state, key=lambda key: " rest " not in key):  # the numbers first, then tensors into them
             match = _KEY.fullmatch(key)
             assert match is not None
             if match["shard"] is not None:
-                states[match["replica"]] = self._fitting(decode_rest(state[key]))
+                rest = decode_rest(state[key])
+                held = set(map(tuple, rest.pop("pieces", ())))
+                unread |= held if self._saved is None else set()
+                states[match["replica"]] = self._fitting(rest)
             else:
+                path = tuple(json.loads(match["path"]))
                 local = state[key].to_local() if self._shards is not None else state[key]
-                put(states[match["replica"]], tuple(json.loads(match["path"])), local.clone())
+                put(states[match["replica"]], path, local.clone())
+                unread.discard(path)
+        if unread:
+            raise ValueError(
+                f"the checkpoint holds {min(map(str, unread))}, which this link has not made yet: name the checkpoint, "
+                "link.sharded(path), or load_from(path) of an object that saves too"
+            )
         found = list(states.values())
-        self._link.load_state_dict(found[0] if len(found) == 1 else found)
+        self._link.load_state_dict(found if self._merges else found[0])
+        self._saved = None
 
     def _fitting(self, rest: Any) -> dict[str, Any]:
         """A saved state, of which the tensors follow, as this rank would have saved it."""
         empty = {name for name, shape in self._shapes.items() if not shape.numel()}
         found = {**without(rest, empty), "shard": None if self._shards is None else self._shards.describe()}
-        if self._changed:  # sizes of messages and learned thresholds are found again within a few steps
+        count = rest["shard"]["count"] if rest.get("shard") else 1
+        # Sizes of messages and learned thresholds do not fit another mesh. They are found again within a few steps.
+        if self._merges or count != self._count:
             found |= {"exchange": {}, "buckets": [], "codec": {**found["codec"], "selection": {}}}
         return found
 

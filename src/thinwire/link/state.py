@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.channel import Channel, gather_json
+from thinwire.link.rounds import change_of, check_pace
 from thinwire.link.shards import Shards, is_shard, join_states
 
 LinkState = dict[str, Any]
@@ -128,15 +129,21 @@ def whole_residuals(state: LinkState) -> dict[str, dict[str, Tensor]]:
     """The residuals of a state, with what an unfinished round of local steps has changed."""
     found = {name: dict(slots) for name, slots in state["codec"]["residuals"].items()}
     updates = state.get("updates") or {}
+    check_pace(updates.get("pace"))
+    weight = (updates.get("pace") or {}).get("weight", 1.0)
     for name, start in (updates.get("round") or {}).get("starts", {}).items():
-        change = start.cpu().float() - updates["round"]["local"][name].cpu().float()
+        change = change_of(start.cpu(), updates["round"]["local"][name].cpu()) * weight
         slots = found.setdefault(name, {})
         slots["residual"] = slots["residual"].cpu() + change if "residual" in slots else change
     return found
 
 
 def _between_rounds(updates: dict[str, Any]) -> dict[str, Any]:
-    """The state of updates at the beginning of a round, once the residuals hold what the last one changed."""
+    """The state of updates at the beginning of a round, once the residuals hold what the last one changed.
+
+    A rank's weight in a round by time is its own: every rank begins with 1.
+    """
+    updates = {key: value for key, value in updates.items() if key != "pace"}
     if not isinstance(taken := (updates.get("round") or {}).get("taken"), list):
         return updates
     begun = {"taken": [0] * len(taken), "stepped": [False] * len(taken), "local": {}, "starts": {}}

@@ -1,12 +1,14 @@
 """Stats: what a link counts, once per bucket: bytes, entries and seconds; and the figures of a diagnosis."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from thinwire.codec.encode import elements_of
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.channel import Channel
 
@@ -52,7 +54,7 @@ class Stats:
         """Count one bucket."""
         now = self._now
         now.entries += sum(outcome.counts.values())
-        now.elements += sum(t.numel() for name, t in tensors.items() if name not in hold)
+        now.elements += elements_of(tensors) - sum(tensors[name].numel() for name in hold)
         now.compress_seconds += outcome.compress
         now.decode_seconds += outcome.decode
         self.per_parameter.update(outcome.counts)
@@ -85,8 +87,7 @@ class Stats:
             now.cpu_seconds -= channel.cpu - cpu
             now.messages_sent += channel.messages - messages
             self._seen[channel] = channel.sent, channel.received, channel.seconds, channel.cpu, channel.messages
-        for name, value in vars(now).items():
-            setattr(self.total, name, getattr(self.total, name) + value)
+        self.total = Counters(*map(operator.add, vars(self.total).values(), vars(now).values()))
         self.last, self._now = now, Counters()
         self.steps += 1
 

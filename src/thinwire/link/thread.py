@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.codec.encode import elements_of
 from thinwire.errors import LinkError
 from thinwire.exchange.base import UnderWay
 from thinwire.exchange.rounds import Round
@@ -26,7 +27,7 @@ _exiting = threading.Event()
 atexit.register(_exiting.set)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """One bucket that a hook submits. Its tensors are flat views of the buffer, which receives the mean."""
 
@@ -43,12 +44,12 @@ class Job:
     @property
     def elements(self) -> int:
         """The number of elements of all tensors."""
-        return sum(tensor.numel() for tensor in self.tensors.values())
+        return elements_of(self.tensors)
 
     @property
     def in_place(self) -> bool:
         """Whether exchanges can write the mean directly to the buffer."""
-        return self.buffer.device.type == "cpu" and self.buffer.dtype == torch.float32
+        return self.buffer.is_cpu and self.buffer.dtype is torch.float32
 
     def outputs(self) -> Mapping[str, Tensor]:
         """Flat float32 CPU tensors for the mean: the job's own tensors where that is possible."""
@@ -133,10 +134,13 @@ class LinkThread:
         self._all_begun = True  # whether all jobs of the present step have begun
         self.failure: LinkError | None = None  # what every job gets from now on
         self._ended = False
-        self._jobs: queue.Queue[Any] = queue.Queue()  # jobs with their futures, _ARRIVED, or None at the end
-        self._rounds: queue.Queue[Round | None] | None = None  # for the second thread, one at a time
-        self._arrivals: queue.Queue[Arrival] = queue.Queue()  # from the second thread
+        # Queues in C: every step passes several items from thread to thread.
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()  # jobs with their futures, _ARRIVED, None at the end
+        self._rounds: queue.SimpleQueue[Round | None] | None = None  # for the second thread, one at a time
+        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()  # from the second thread
         self._second_waits = False
+        self._unfinished = 0  # items of the queue whose work is not done; guarded by the condition
+        self._idle = threading.Condition()
         threading.Thread(target=self._work, name="thinwire-link", daemon=True).start()
 
     def submit(self, job: Job) -> Future:
@@ -145,12 +149,16 @@ class LinkThread:
         if self.failure is not None:
             future.set_result(self.failure)
             return future
+        with self._idle:
+            self._unfinished += 1
         self._jobs.put((job, future))
         return future
 
     def wait(self) -> None:
         """Return when no job is under way."""
-        self._jobs.join()
+        with self._idle:
+            while self._unfinished:
+                self._idle.wait()
 
     def end(self) -> None:
         """End the thread after the jobs that are queued."""
@@ -159,17 +167,27 @@ class LinkThread:
             self._jobs.put(None)
 
     def _work(self) -> None:
+        # Matrix products in a new thread do not know the number that torch.set_num_threads was given. They would take
+        # all cores, and their threads wait actively for each other.
+        torch.set_num_threads(torch.get_num_threads())
         while (item := self._next()) is not None:
             owner = self._run()  # keeps it
-            # An item that begins an exchange is done when the exchange is.
-            if owner is None or not (self._arrived() if item is _ARRIVED else self._take(*item)):
-                self._jobs.task_done()
+            if item is _ARRIVED:
+                self._arrived()
+            # A job that begins an exchange is done when the exchange is.
+            elif owner is None or not self._take(*item):
+                self._done()
             while self._flights and self._all_begun:
                 self._proceed()
             del owner, item
         if self._rounds is not None:
             self._rounds.put(None)
-        self._jobs.task_done()
+
+    def _done(self) -> None:
+        with self._idle:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._idle.notify_all()
 
     def _next(self) -> Any:
         if self._flights and not self._second_waits:
@@ -186,17 +204,16 @@ class LinkThread:
     def _let_second_wait(self) -> None:
         """Let the second thread wait for the messages of the first flight."""
         if self._rounds is None:
-            self._rounds = queue.Queue()
+            self._rounds = queue.SimpleQueue()
             queues = self._rounds, self._arrivals, self._jobs
             threading.Thread(target=_wait_for_rounds, args=queues, name="thinwire-wait", daemon=True).start()
         self._second_waits = True
         self._rounds.put(self._flights[0].exchange.round)
 
-    def _arrived(self) -> bool:
-        """Proceed with what the second thread has waited for, unless that has happened already; returns False."""
+    def _arrived(self) -> None:
+        """Proceed with what the second thread has waited for, unless that has happened already."""
         if self._second_waits and self._flights:
             self._proceed()
-        return False
 
     def _take(self, job: Job, future: Future) -> bool:
         """Begin the exchange of a job, or let a small one wait for the next; returns whether an exchange has begun."""
@@ -206,8 +223,8 @@ class LinkThread:
             self._joining.clear()
             self._all_begun = False
         self._joining.append((job, future))
-        small = sum(joining.elements for joining, _ in self._joining) < forecast.JOINED_BELOW
-        if (small or self.wait_for_last) and not (job.last or job.at_once) and self.failure is None:
+        more = not (job.last or job.at_once) and self.failure is None
+        if more and (self.wait_for_last or self._joined_elements() < forecast.JOINED_BELOW):
             return False
         jobs, self._joining = self._joining, []
         self._all_begun |= job.last
@@ -219,6 +236,9 @@ class LinkThread:
                 self._fail(error)
         self._answer(jobs)
         return False
+
+    def _joined_elements(self) -> int:
+        return sum(job.elements for job, _ in self._joining)
 
     def _proceed(self) -> None:
         """Run the next stage of the first flight, when its messages have arrived."""
@@ -243,7 +263,7 @@ class LinkThread:
             _alive(self._end_step)()
         self._answer(flight.jobs)
         flight.exchange.release()
-        self._jobs.task_done()
+        self._done()
 
     def _fail(self, error: Exception) -> None:
         """Give up all flights."""
@@ -251,7 +271,7 @@ class LinkThread:
         self.failure = error if isinstance(error, LinkError) else _alive(self._describe)(error)
         while self._flights:
             self._answer(self._flights.popleft().jobs)
-            self._jobs.task_done()
+            self._done()
 
     def _answer(self, jobs: list[tuple[Job, Future]]) -> None:
         """Give every future a result: backward waits for it."""
@@ -276,7 +296,7 @@ def _arrival(found: Round | None) -> Arrival:
 
 
 def _wait_for_rounds(
-    rounds: "queue.Queue[Round | None]", arrivals: "queue.Queue[Arrival]", jobs: "queue.Queue[Any]"
+    rounds: "queue.SimpleQueue[Round | None]", arrivals: "queue.SimpleQueue[Arrival]", jobs: "queue.SimpleQueue[Any]"
 ) -> None:
     """The work of the second thread."""
     while (found := rounds.get()) is not None:

@@ -9,9 +9,14 @@ round the model holds this rank's local view, at all other times `shared`.
 If the exchange overlaps the next round, that round begins at once, where this rank's own changes have led. The mean is
 applied to `shared` when it is needed: at the end of that round, or earlier for an evaluation or a checkpoint. Since the
 local view does not depend on it before that end, training takes the same course in both cases.
+
+In rounds by time a rank's change is weighted when it is added to the residual. The round that overlaps its exchange
+begins at shared - (the residual before it) - (the unweighted change): a weight says how much the change counts for all
+ranks, and neither takes back nor extends the steps that this rank has just taken.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,7 +26,7 @@ from torch.autograd.graph import increment_version
 from thinwire import _native
 from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import FLOAT_MAX, Accumulated, ErrorFeedback, Feedback, NoFeedback, array_args
-from thinwire.link.rounds import SGD, Rounds, check_state
+from thinwire.link.rounds import SGD, Pace, Rounds, change_of, check_pace, check_state
 from thinwire.link.shards import local_part, shared_like
 from thinwire.link.thread import Job, Pending
 
@@ -36,6 +41,18 @@ LOOK_AHEAD = 1.4
 LOCAL_LOOK_AHEAD = 1.0
 
 
+class _Places:
+    """Where kernels find parameters, their shared values and residuals, until one of the tensors moves."""
+
+    def __init__(self, parameters: list[Tensor], shared: list[Tensor], residuals: list[Tensor]) -> None:
+        self.flat = [p.detach().view(-1) for p in parameters]
+        self.residuals = residuals
+        self.at = [p.data_ptr() for p in parameters]
+        rows = [(p, s.data_ptr(), r.data_ptr()) for p, s, r in zip(self.flat, shared, residuals, strict=True)]
+        self.shown = [(p.data_ptr(), s, r, p.numel()) for p, s, r in rows]
+        self.changed = [(s, r, array_args(p)) for p, s, r in rows]
+
+
 class Updates:
     """The shared parameters and the residuals of one attached model, which several optimizers may update."""
 
@@ -46,10 +63,13 @@ class Updates:
         codec: Codec,
         rounds: Rounds | None = None,
         owned: Mapping[str, Tensor] | None = None,
+        before_writing: Callable[[], None] = lambda: None,
     ) -> None:
         self.parameters = parameters
         # The parameters as the optimizers hold them: of a sharded model DTensors, of which `parameters` are parts.
         self.owned = dict(parameters if owned is None else owned)
+        # Called before parameters are written for a forward pass: FSDP may hold gathered copies of them.
+        self.before_writing = before_writing
         self.optimizers = list(optimizers)
         self.rounds = rounds if rounds is not None else Rounds()
         self.shared = {name: _flat(p).to(torch.float32, copy=True) for name, p in parameters.items()}
@@ -61,10 +81,13 @@ class Updates:
         self._means: dict[str, Tensor] = {}  # memory for means of exchanges that overlap a round
         self._outer: dict[str, dict[str, Tensor]] = {name: {} for name in self.shared}
         self._aside: dict[str, Tensor] = {}  # local views during an evaluation
+        # While the model loads a state: the round's local views, where they began, and the residuals without it.
+        self._round: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
         self._under_way: dict[int, tuple[list[Job], Pending]] = {}  # exchanges by optimizer
         self.setting = ""  # the preset that "auto" has chosen, if it chooses
         self.use: Callable[[str], None] = lambda name: None  # under "auto": continues with a preset, or chooses anew
-        self.weight = 1.0  # of this rank's changes in the mean of all ranks
+        self.pace: Pace | None = None  # ends rounds by time
+        self._places: dict[tuple[str, ...], _Places] = {}
         self._codec = codec
         self._decay = _decay_of(codec.feedback)
         self._keeps = not isinstance(codec.feedback, NoFeedback)
@@ -81,6 +104,11 @@ class Updates:
         """The number of exchanges that this rank has begun."""
         return sum(self.clocks)
 
+    @property
+    def weight(self) -> float:
+        """The weight of this rank's changes in the mean of all ranks."""
+        return 1.0 if self.pace is None else self.pace.weight
+
     def residual(self, name: str) -> Tensor:
         """This rank's residual of a parameter, a flat float32 tensor."""
         return self._codec.ensure_residuals(name, self.shared[name])["residual"]
@@ -94,8 +122,10 @@ class Updates:
         What was written to them since they showed these, for example by clamping, is adopted first.
         """
         shown = [name for name in (self.parameters if names is None else names) if name not in self.ahead]
+        if not shown:
+            return
         together = [name for name in shown if self._in_kernels(name)] if not self.rounds.overlap else []
-        _native.look_ahead([self._addresses(name, self.residual(name)) for name in together], self._look_ahead)
+        _native.look_ahead(self._located(together).shown, self._look_ahead)
         self._written(together)
         self.ahead.update(together)
         for name in shown:
@@ -106,27 +136,40 @@ class Updates:
     def _in_kernels(self, name: str) -> bool:
         """Whether kernels can write to a parameter."""
         p = self.parameters[name]
-        fits = p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous()
-        return fits and self._codec.kernels != "torch"
+        return p.is_cpu and p.dtype is torch.float32 and p.is_contiguous() and self._codec.kernels != "torch"
 
-    def _addresses(self, name: str, other: Tensor) -> tuple[int, int, int, int]:
-        """A parameter, its shared values and another tensor of its size, as kernels take them."""
-        p = self.parameters[name]
-        return p.data_ptr(), self.shared[name].data_ptr(), other.data_ptr(), p.numel()
+    def _located(self, names: Sequence[str]) -> _Places:
+        """Where kernels find parameters that they can write to. It is found anew if a tensor has moved."""
+        key = tuple(names)
+        found, residuals = self._places.get(key), [self.residual(name) for name in names]
+        at = [self.parameters[name].data_ptr() for name in names]
+        if found is None or found.at != at or any(a is not b for a, b in zip(found.residuals, residuals, strict=True)):
+            if len(self._places) > 64:  # parts of a model may be stepped in many combinations
+                self._places.clear()
+            parameters, shared = [self.parameters[name] for name in names], [self.shared[name] for name in names]
+            found = self._places[key] = _Places(parameters, shared, residuals)
+        return found
 
     def _written(self, names: Iterable[str]) -> None:
         """Tell autograd that kernels wrote to parameters, so that it refuses graphs of what they were before."""
-        for name in names:
-            increment_version(self.parameters[name])
+        increment_version([self.parameters[name] for name in names])
 
     def _adopt(self, name: str) -> None:
-        p, shared = self.parameters[name], self.shared[name]
-        if not torch.equal(p, shared.view_as(p).to(p.dtype)):
-            shared.copy_(_flat(p))
+        if not self._shows(name):
+            self.shared[name].copy_(_flat(self.parameters[name]))
 
-    def _begin(self, name: str) -> None:
-        """Write the look-ahead to a parameter, and keep it if the exchange is going to change what it is made of."""
+    def _shows(self, name: str) -> bool:
+        p, shared = self.parameters[name], self.shared[name]
+        return torch.equal(p, shared.view_as(p).to(p.dtype))
+
+    def _begin(self, name: str, unweighted: Tensor | None = None) -> None:
+        """Write the look-ahead to a parameter, and keep it if the exchange is going to change what it is made of.
+
+        unweighted: the part of the change under way that the residual lacks, because the change has a weight.
+        """
         p, start = self.parameters[name], self._start(name)
+        if unweighted is not None:
+            start -= unweighted
         p.copy_(start.view_as(p))
         self.ahead.add(name)
         if self.rounds.overlap:
@@ -150,6 +193,7 @@ class Updates:
 
         A graph may be waiting for its backward pass meanwhile. It finds the same values as before.
         """
+        self.before_writing()
         if ahead:
             for name, view in self._aside.items():
                 self.parameters[name].data.copy_(view)
@@ -161,8 +205,27 @@ class Updates:
             p.data.copy_(self.shared[name].view_as(p))
 
     @torch.no_grad()
+    def before_loading(self) -> None:
+        """Show the shared values: what is not loaded must not stay at the local view. `adopt` goes on from there."""
+        self.finish()
+        views = {name: self.parameters[name].detach().clone() for name in self.ahead}
+        self._round = {n: (view, self._starts.get(n), self.residual(n).clone()) for n, view in views.items()}
+        self.absorb()
+
+    @torch.no_grad()
     def adopt(self) -> None:
-        """Take the model's parameters as the shared ones, after they were loaded."""
+        """Take the model's parameters as the shared ones, after they were loaded.
+
+        If these are the shared ones already, for example of a checkpoint that the link has loaded, the round goes on.
+        """
+        before, self._round = self._round, {}
+        if before and all(map(self._shows, self.parameters)):
+            for name, (view, start, residual) in before.items():
+                self.parameters[name].copy_(view)
+                self.residual(name).copy_(residual)
+                self._starts.update({} if start is None else {name: start})
+            self.ahead.update(before)
+            return
         for name in self.parameters:
             self._adopt(name)
         self.ahead.clear()
@@ -172,6 +235,7 @@ class Updates:
     def absorb(self) -> None:
         """Finish what is under way, add what this round changed so far to the residuals, and show the shared values."""
         self.finish()
+        self.before_writing()
         self._accumulate(list(self.ahead), decay=1.0)
         self.show()
 
@@ -193,13 +257,15 @@ class Updates:
         jobs, buckets = [], self.buckets[index]
         for at, names in enumerate(buckets):
             tensors = {}
+            overlap, weight = self.rounds.overlap, self.weight
+            unweighted = {n: self._changed(n) * (1.0 - weight) for n in names if overlap and weight != 1.0}
             for name, finite in self._accumulate(names, self._decay).items():
                 residual = self.residual(name)
                 good = finite and self._stepped[index]
                 tensors[name] = residual if good else torch.full_like(residual, torch.nan)
-                if self.rounds.overlap:
-                    self._begin(name)  # before the exchange changes the residual
-            outs = {name: self._output(name) for name in names}
+                if overlap:
+                    self._begin(name, unweighted.get(name))  # before the exchange changes the residual
+            outs = self._outputs(names)
             jobs.append(
                 Job(torch.empty(0), tensors, at == 0, at == len(buckets) - 1, outs=outs, step=self.clocks[index])
             )
@@ -207,8 +273,19 @@ class Updates:
         self.taken[index], self._stepped[index] = 0, False
         return jobs
 
+    def _changed(self, name: str) -> Tensor:
+        """What the round has changed in a parameter so far, where that is finite."""
+        start = self._starts[name] if name in self._starts else self._start(name)
+        change = change_of(start, self.parameters[name].detach())
+        return torch.where(change.isfinite(), change, 0.0)
+
     def _accumulate(self, names: Iterable[str], decay: float) -> dict[str, bool]:
         """Add what changed in parameters to their residuals; returns by name whether it was finite."""
+        names = list(names)
+        if self.weight == 1.0 and not self._starts and all(map(self._in_kernels, names)):
+            ahead = self._look_ahead
+            calls = [(*changed, ahead) for changed in self._located(names).changed]
+            return dict(zip(names, _native.accumulate_updates(calls, decay), strict=True))
         finite, together = {}, {}
         for name in names:
             p, residual = self.parameters[name].detach().contiguous(), self.residual(name)
@@ -222,12 +299,17 @@ class Updates:
         finite |= zip(together, _native.accumulate_updates(calls, decay), strict=True)
         return finite
 
-    def _output(self, name: str) -> Tensor:
-        """Memory for a mean: the parameter's own if kernels can write to it. It is written anew after the exchange."""
-        p = self.parameters[name]
+    def _outputs(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Memory for means: the parameters' own if kernels can write to it. It is written anew after the exchange."""
         if self.rounds.overlap:
-            return self._means.setdefault(name, torch.empty(p.numel()))
-        return p.detach().view(-1) if self._in_kernels(name) else torch.empty(p.numel())
+            return {n: self._means.setdefault(n, torch.empty(self.parameters[n].numel())) for n in names}
+        if all(map(self._in_kernels, names)):
+            return dict(zip(names, self._located(names).flat, strict=True))
+        parameters = {name: self.parameters[name] for name in names}
+        return {
+            name: p.detach().view(-1) if self._in_kernels(name) else torch.empty(p.numel())
+            for name, p in parameters.items()
+        }
 
     @torch.no_grad()
     def apply(self, jobs: Sequence[Job], *, skipped: bool) -> None:
@@ -251,7 +333,8 @@ class Updates:
 
     def _show_means(self, means: Mapping[str, Tensor]) -> None:
         """Subtract means from the shared parameters and show these: a step of SGD(1.0) in one pass."""
-        _native.apply_means([self._addresses(name, mean) for name, mean in means.items()])
+        places = zip(self._located(list(means)).shown, means.values(), strict=True)
+        _native.apply_means([(p, shared, mean.data_ptr(), n) for (p, shared, _, n), mean in places])
         self._written(means)
         self.ahead.difference_update(means)
 
@@ -307,6 +390,7 @@ class Updates:
         }
         return {
             **({"setting": self.setting} if self.setting else {}),
+            **({"pace": self.pace.state_dict()} if self.pace is not None else {}),
             "shared": {name: t.clone() for name, t in self.shared.items()},
             "clocks": list(self.clocks),
             "round": rounds,
@@ -317,7 +401,7 @@ class Updates:
     def check(self, state: Any, strict: bool) -> None:
         """ValueError unless a state fits these parameters and optimizers; if `strict` is false, it may lack some."""
         fields = {"shared", "clocks", "round", "outer", "optimizers"}
-        if not isinstance(state, Mapping) or set(state) - {"setting"} != fields:
+        if not isinstance(state, Mapping) or set(state) - {"setting", "pace"} != fields:
             raise ValueError("the state of the updates lacks its shared parameters, clocks, round or optimizers")
         shared, clocks, optimizers = state["shared"], state["clocks"], state["optimizers"]
         if not isinstance(shared, Mapping) or (
@@ -331,6 +415,7 @@ class Updates:
         if not len(clocks) == len(optimizers) == len(self.optimizers):
             raise ValueError(f"the state is of {len(clocks)} optimizers, here are {len(self.optimizers)}")
         self._check_round(state["round"])
+        check_pace(state.get("pace"))
         check_state(state["outer"], self.shared)
         for name, values in (entry for optimizer in optimizers for entry in optimizer.items()):
             if not isinstance(values, Mapping):
@@ -361,10 +446,13 @@ class Updates:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `check` accepted."""
+        self.before_writing()
         self._under_way.clear()  # the link has waited for it, and what it would be applied to is replaced
         for name, tensor in state["shared"].items():
             self.shared[name].copy_(tensor.reshape(-1))
         self.clocks = [int(clock) for clock in state["clocks"]]
+        if self.pace is not None:
+            self.pace.load_state_dict(state.get("pace") or {})
         for name, slots in self._outer.items():
             saved = state["outer"].get(name, {})
             slots.clear()
@@ -389,6 +477,57 @@ class Updates:
                 self.ahead.add(name)
 
 
+class LocalUpdates:
+    """The updates of a single process, which exchanges none: its parameters are the shared ones, without a residual.
+
+    It lets a training continue on one process, and on several again. Copies of the parameters are made only for that.
+    """
+
+    exchanges = 0
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        codec: Codec,
+        rounds: Rounds,
+        owned: Mapping[str, Tensor] | None = None,
+        before_writing: Callable[[], None] = lambda: None,
+    ) -> None:
+        _decay_of(codec.feedback)  # refuses what several processes would refuse
+        self._make = partial(Updates, parameters, optimizers, codec, rounds, owned, before_writing)
+
+    @cached_property
+    def _updates(self) -> Updates:
+        return self._make()
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The parameters."""
+        self._updates.adopt()
+        return self._updates.shared
+
+    def flush(self, mean: Callable[[Tensor], None]) -> None:
+        """Do nothing: there is no residual."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of updates between two rounds, for any number of ranks."""
+        self._updates.adopt()
+        return self._updates.state_dict()
+
+    def check(self, state: Any, strict: bool) -> None:
+        """ValueError unless a state fits these parameters and optimizers; if `strict` is false, it may lack some."""
+        self._updates.check(state, strict)
+
+    def adopt_setting(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: there is no network to choose a setting for."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `check` accepted, and apply what several ranks had not sent yet."""
+        self._updates.load_state_dict(state)
+        self._updates.flush(lambda residual: None)
+
+
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
 
@@ -411,8 +550,7 @@ def accumulate_update(
     shared: Tensor, residual: Tensor, local: Tensor, ahead: float, decay: float, weight: float = 1.0
 ) -> bool:
     """The kernel `accumulate_update` in torch operations, for any device and for changes that are weighted."""
-    start = (shared - residual * ahead).to(local.dtype).float()
-    change = (start - local.reshape(-1).float()) * weight
+    change = change_of(shared - residual * ahead, local) * weight
     finite = change.isfinite()
     total = (residual * decay + change).clamp_(-FLOAT_MAX, FLOAT_MAX)
     residual.copy_(torch.where(finite, total, residual))

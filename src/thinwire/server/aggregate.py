@@ -96,10 +96,6 @@ class Clock(Generic[W]):
             return False
         return all(worker.due[part] > step for worker in self.workers.values() if worker.first <= step)
 
-    def advance(self, part: int) -> None:
-        """Note that the lowest open step of a part has been applied."""
-        self.lowest[part] += 1
-
     def settle(self, part: int) -> None:
         """Without a bound: raise a part's lowest step to what all workers have reached. It never falls."""
         reached = min((worker.due[part] for worker in self.workers.values()), default=0)
@@ -114,12 +110,16 @@ class Clock(Generic[W]):
         step = self.lowest[part]
         return sum(worker.first <= step and worker.due[part] <= step for worker in self.workers.values())
 
+    def late(self) -> dict[int, W]:
+        """Return the workers that still owe the lowest open step, by session. Any thread may ask."""
+        step, workers = self.step, dict(self.workers)
+        return {session: w for session, w in workers.items() if w.first <= step and w.reached <= step}
+
     def blocking(self) -> set[int]:
-        """Return the sessions of all workers that still owe the lowest open step, if another worker waits for it."""
-        step, bound, workers = self.step, self.bound, self.workers.items()
-        if bound is None or not any(worker.reached - step > bound for _, worker in workers):
-            return set()
-        return {session for session, worker in workers if worker.first <= step and worker.reached <= step}
+        """Return the sessions of all workers that are late, if another worker waits for them."""
+        step, bound = self.step, self.bound
+        waits = bound is not None and any(worker.reached - step > bound for worker in self.workers.values())
+        return set(self.late()) if waits else set()
 
     @property
     def step(self) -> int:

@@ -74,16 +74,12 @@ def load_checkpoint(
         pending = {"pending": state.get("pending", []), "lossy": bool(state.get("lossy"))}  # 0.2.0 saved none
         return {"step": int(state["step"]), **figures, **pending}
     except Exception as error:  # torch raises many kinds for files that are not its own
-        reason = " ".join(str(error).split())[:200]
+        reason, otherwise = " ".join(str(error).split())[:200], "choose another folder to start a new training"
+        found, what = "cannot be used", "finish this training with the thinwire that wrote it"
         if isinstance(error, DamagedFileError):
-            raise ServerCheckpointError(
-                f"the checkpoint {path} is damaged ({reason}): restore it from a copy, or remove it or choose another "
-                "folder to start a new training"
-            ) from error
-        raise ServerCheckpointError(
-            f"the checkpoint {path} cannot be used ({reason}): finish this training with the thinwire that "
-            "wrote it, or remove the file or choose another folder to start a new training"
-        ) from error
+            found, what = "is damaged", "restore it from a copy"
+        text = f"the checkpoint {path} {found} ({reason}): {what}, or remove the file or {otherwise}"
+        raise ServerCheckpointError(text) from error
 
 
 def _accepted(state: dict[str, Any]) -> dict[str, AcceptedPushes]:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, float64, nn
 
@@ -29,9 +29,9 @@ from thinwire.server.protocol import (
     read_figures,
     with_json,
 )
-from thinwire.server.replicas import LocalParameters, SentShards
+from thinwire.server.replicas import NON_FINITE, LocalParameters, SentShards
 from thinwire.server.schedule import Request
-from thinwire.transport.base import Buffer
+from thinwire.transport.base import Buffer, Outgoing
 from thinwire.transport.udp.recovery import pack_all
 
 log = logging.getLogger("thinwire.worker")
@@ -116,13 +116,9 @@ class WorkerTimings:
         for layer in layers:
             self._times.waits[layer] = self._times.waits.get(layer, 0.0) + (ended - began) / len(layers)
 
-    def computed(self, now: float) -> None:
-        """Note that the gradients of a step are computed."""
-        self._times.computed = now
-
-    def end_step(self, clock: int) -> None:
-        """End a step, all of whose gradients have been handed to the client."""
-        times = self._times
+    def end_step(self, clock: int, computed: float) -> None:
+        """End a step, all of whose gradients were computed at this time and have been handed to the client."""
+        times, self._times.computed = self._times, computed
         with self._lock:
             done = [c for c in self._sent_entries if c < clock]  # this step's may still be on their way
             times.sent_entries = self._sent_entries[max(done)] if done else 0
@@ -160,7 +156,7 @@ class PushQueue:
             session.pool.put(Request("push", layer, part, clock, size))
             session.pool.put(Request("pull", layer, part, clock + 1, _PULL_BYTES))
 
-    def encode(self, session: Session, request: Request, budget: int | None, now: float) -> "ClientOutgoing":
+    def encode(self, session: Session, request: Request, budget: int | None, now: float) -> Outgoing:
         """Encode the part that a request names, in shards of at most `budget` bytes if that is not None."""
         layer, part, clock = request.layer, request.part, request.clock
         gradients = self._gradients[layer, clock]
@@ -169,7 +165,7 @@ class PushQueue:
         for piece in pieces:
             whole = gradients.get(piece.parameter)
             if whole is None:  # its values stand for a gradient, and the codec is told to skip it
-                whole = self._parameters.row(piece.parameter)
+                whole = self._parameters.rows[piece.parameter]
                 hold.append(piece.name)
             row = whole.reshape(-1)
             tensors[piece.name] = (row.float() if row.dtype == float64 else row)[piece.begin : piece.end]
@@ -183,7 +179,7 @@ class PushQueue:
         else:
             sent, entries = SentShards.encode(self.codec, tensors, budget, step=clock, hold=hold)
             size, body, shards = sent.size, b"", list(sent.shards.values())
-            if not sent.finite:  # the server must learn of it, so it is sent reliably
+            if shards == [NON_FINITE]:  # the server must learn of it, so it is sent reliably
                 body, shards = pack_all(shards), None
         self._timings.sent(clock, entries)
         session.pool.sent(request, size)
@@ -194,13 +190,13 @@ class PushQueue:
         self._timings.note(self._timings.pushes, layer, clock, now)
         message = Message(MessageKind.PUSH, session.number, layer, part, clock, body=body)
         parts = message.parts(session.counter.next(message.kind))
-        return ClientOutgoing(parts, shards, sent if isinstance(sent, SentShards) else None)
+        return Outgoing(parts, shards, (layer, part, clock))
 
-    def on_ticket(self, sent: SentShards, ticket: int | None) -> None:
+    def on_ticket(self, out: Outgoing, ticket: int | None) -> None:
         """Note the transport's ticket of a push in shards; None if all of it will arrive."""
-        place = next((place for place, each in self.unacknowledged.items() if each is sent), None)
-        if ticket is not None and place is not None:
-            self._tickets[ticket] = place, sent
+        sent = self.unacknowledged.get(out.place)
+        if ticket is not None and isinstance(sent, SentShards):
+            self._tickets[ticket] = out.place, sent
 
     def report(self, ticket: int, lost: frozenset[int], *, restore: bool) -> None:
         """Add the lost shards of a push to the residual again, or drop them."""
@@ -249,14 +245,6 @@ class PushQueue:
         self._tickets.clear()
 
 
-class ClientOutgoing(NamedTuple):
-    """A message to send to the server."""
-
-    parts: Sequence[Buffer]
-    shards: Sequence[Buffer] | None = None  # its body, any of which may be lost
-    push: SentShards | None = None  # what these shards are of
-
-
 class Client:
     """One worker's state in the protocol.
 
@@ -273,7 +261,7 @@ class Client:
         self.pushes = PushQueue(codec or Codec(), self.parameters, self.timings)
         self._buffers = Buffers(model)
         self._hello = {**hello, "shards": piece_bytes is not None}
-        self._queue: deque[ClientOutgoing] = deque()
+        self._queue: deque[Outgoing] = deque()
         self._unreported = 0  # bytes of replies since the last RECEIVED message
         self.session: Session | None = None
         self.lost = False  # the session has changed: what this step computes will not count
@@ -358,7 +346,7 @@ class Client:
             self._unanswered += 1
             self._send(Message(MessageKind.HEARTBEAT, self.session.number), now)
 
-    def next_outgoing(self, now: float) -> ClientOutgoing | None:
+    def next_outgoing(self, now: float) -> Outgoing | None:
         """Return the next message to send, or None for now.
 
         Gradients are encoded here, one part at a time, so that a transport can send one while the next is encoded.
@@ -381,11 +369,6 @@ class Client:
         self.sent += sum(map(len, [*out.parts, *(out.shards or ())]))
         return out
 
-    def on_ticket(self, sent: ClientOutgoing, ticket: int | None) -> None:
-        """Note the transport's ticket of a message in shards; None if all of it will arrive."""
-        if sent.push is not None:
-            self.pushes.on_ticket(sent.push, ticket)
-
     def on_report(self, ticket: int, lost: frozenset[int]) -> None:
         """Handle the transport's report on a push in shards."""
         self.pushes.report(ticket, lost, restore=self.session is None or self.session.restores)
@@ -393,7 +376,7 @@ class Client:
     def _send(self, message: Message, now: float) -> None:
         self._spoken = now
         count = self.session.counter.next(message.kind) if self.session is not None else 0
-        self._queue.append(ClientOutgoing(message.parts(count)))
+        self._queue.append(Outgoing(message.parts(count)))
 
     # Messages
 
@@ -437,22 +420,18 @@ class Client:
         session = Session(message.session, message.json, self._model)
         self.pushes.restart(session.accepted, restore=session.restores)
         if not self._has_codec:
-            self._has_codec, self.pushes.codec = True, session.codec()
+            self._has_codec, self.pushes.codec = True, session.codec
         log.info("joined the server as worker %d at step %d", session.slot, session.first)
-        self._enter(session)
+        self.session, self.lost, self.deferred = session, True, False
+        self._unreported = 0
 
     def _rejoin(self, reason: str, *, deferred: bool = False) -> None:
         """End the session and send HELLO again, at once or when the worker has computed its step."""
         when = "when it has computed its step" if deferred else "again"
         log.warning("the session with the server has ended (%s): the worker joins %s", reason, when)
-        self._enter(None, deferred=deferred)
+        self.session, self.lost, self.deferred = None, True, deferred
         self._queue.clear()  # those messages are of the session that has ended
         self._hello_sent = -math.inf
-
-    def _enter(self, session: Session | None, *, deferred: bool = False) -> None:
-        """Begin a session, or end the present one, and drop what belonged to the one before."""
-        self.session, self.lost, self.deferred = session, True, deferred
-        self._unreported = 0
 
     def _on_ack(self, session: Session, message: Message, now: float) -> None:
         if not self.pushes.acknowledge(message.layer, message.part, message.clock, now):

@@ -61,11 +61,6 @@ class Layer:
     parameters: tuple[str, ...]
     parts: tuple[tuple[Piece, ...], ...]
 
-    @property
-    def name(self) -> str:
-        """The name of its first module."""
-        return self.modules[0]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -93,7 +88,7 @@ class Layout:
         )
         for layer in layers:
             if max(sum(map(len, part)) for part in layer.parts) > MOST_ELEMENTS:
-                raise ValueError(f"the layer {layer.name} is too large for a message: cut it in smaller parts")
+                raise ValueError(f"the layer {layer.modules[0]} is too large for a message: cut it in smaller parts")
         return cls(layers, cut)
 
     def places(self) -> Iterator[tuple[int, int]]:

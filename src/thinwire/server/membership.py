@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from thinwire.errors import FrameError, MessageError
 from thinwire.limits import LogLimit, TokenBucket
@@ -24,10 +24,11 @@ from thinwire.server.protocol import (
     LostShards,
     Message,
     MessageKind,
+    Waiting,
     with_json,
 )
 from thinwire.server.schedule import Pool, Staleness
-from thinwire.transport.base import Buffer, Peer
+from thinwire.transport.base import Buffer, Outgoing, Peer
 
 log = logging.getLogger("thinwire.server")
 
@@ -39,6 +40,8 @@ _REMEMBERED, _REMEMBERED_INTEGERS = 1024, 1 << 20
 _UNREPORTED = 4
 # The number of recent steps that a worker's rate is computed from.
 _RECENT = 20
+# `awaited` names so many workers at most.
+_NAMED = 3
 # Seconds without a HELLO after which a worker that waits for the start counts as gone.
 _WAITING_TIMEOUT = 6.0
 # Reports of figures that a worker may send: at once, in each second, and for each step that it has pushed.
@@ -84,6 +87,15 @@ class Member(WorkerClock):
         if ranges:
             self.lost[part, clock] = ranges
 
+    def note_pull(self, part: int, clock: int, *, full: bool) -> None:
+        """Note a pull. A member may have one of a part at a time, and only after its push of the step before."""
+        if part in self.unanswered:
+            raise MessageError(f"a pull of part {part} waits already")
+        if clock != self.due[part]:
+            raise MessageError(f"part {part} was pulled for step {clock}, and step {self.due[part]} is due")
+        self.unanswered.add(part)
+        self.pending[part] = clock, full
+
     @property
     def label(self) -> str:
         """The worker's slot and name, for messages."""
@@ -93,17 +105,6 @@ class Member(WorkerClock):
         """Return the worker's recent steps per second."""
         steps = list(self.steps)
         return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 and steps[-1] > steps[0] else 0.0
-
-
-class Outgoing(NamedTuple):
-    """What is to be done for a peer: send a message, keep its connection (it was admitted), or forget it."""
-
-    action: Literal["send", "keep", "forget"]
-    peer: Peer
-    parts: Sequence[Buffer] = ()
-    session: int = 0  # the message's session, which ends if the message cannot be sent; 0 outside of one
-    shards: Sequence[Buffer] | None = None  # its body, any of which may be lost
-    place: tuple[int, int] = (0, 0)  # of a delta in shards: layer and part
 
 
 class Membership:
@@ -118,14 +119,7 @@ class Membership:
     on_leave: Callable[[Member], None]
 
     def __init__(
-        self,
-        check: CheckHello,
-        terms: dict[str, Any],
-        clock: Clock[Member],
-        layers: int,
-        *,
-        expect: int,
-        stall: float,
+        self, check: CheckHello, terms: dict[str, Any], clock: Clock[Member], layers: int, *, expect: int, stall: float
     ) -> None:
         self._check, self._terms, self.clock, self._layers = check, terms, clock, layers
         self._expect, self._timeout, self._stall = expect, terms["timeout"], stall
@@ -136,6 +130,7 @@ class Membership:
         self.joined = self.left = 0
         self._refusals = LogLimit(log, logging.WARNING)
         self._stalled: deque[int] = deque(maxlen=MOST_WORKERS)  # sessions that were ended for lack of progress
+        # Whether training has begun; and when, or before that when the server was opened.
         self.started, self.started_at = False, math.inf
 
     def open(self, now: float, session: int) -> None:
@@ -152,19 +147,33 @@ class Membership:
         """Return the member that sends from this peer."""
         return next((member for member in self.active.values() if member.peer == peer), None)
 
+    def awaited(self, applied_at: float, now: float) -> Waiting | None:
+        """Return what the server waits for, None for nothing; `applied_at` is when the last step was complete."""
+        if not self.started:
+            missing = max(0, self._expect - len(self.waiting))
+            return Waiting(f"{missing} of {self._expect} workers to join", max(0.0, now - self.started_at))
+        if not self.active:
+            return Waiting("a worker to join, because all have left", max(0.0, now - self.left_at))
+        step, late = self.clock.step, self.clock.late()
+        if self.clock.bound is None or not late:
+            return None
+        named = ", ".join(member.label for member in sorted(late.values(), key=lambda member: member.slot)[:_NAMED])
+        more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
+        return Waiting(f"{named}{more} to push step {step}", max(0.0, now - max(applied_at, self.started_at)))
+
     def send_outside(self, peer: Peer, message: Message) -> None:
         """Queue a message that belongs to no session, and so is not numbered."""
-        self.outgoing.append(Outgoing("send", peer, message.parts()))
+        self.outgoing.append(Outgoing(message.parts(), peer=peer))
 
     def send(self, member: Member, message: Message, shards: Sequence[Buffer] | None = None) -> None:
         """Queue a message in a member's session. shards: its body, any of which may be lost."""
         parts = message.parts(member.counter.next(message.kind))
         member.sent += sum(map(len, [*parts, *(shards or ())]))
-        place = message.layer, message.part
-        self.outgoing.append(Outgoing("send", member.peer, parts, member.session, shards, place))
+        place = message.layer, message.part, message.clock
+        self.outgoing.append(Outgoing(parts, shards, place, member.peer, member.session))
 
     def _forget(self, peer: Peer) -> None:
-        self.outgoing.append(Outgoing("forget", peer))
+        self.outgoing.append(Outgoing(peer=peer, action="forget"))
 
     # Joining
 
@@ -179,7 +188,7 @@ class Membership:
             self.leave(before, now, keep_connection=before.peer == peer)
         if len(self.active) + len(self.waiting) >= MOST_WORKERS and applicant.token not in self.waiting:
             raise MessageError(f"the server has {MOST_WORKERS} workers already")
-        self.outgoing.append(Outgoing("keep", peer))
+        self.outgoing.append(Outgoing(peer=peer, action="keep"))
         if self.started:
             self._admit(peer, applicant, now)
             return

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from thinwire.codec.codec import Codec
 from thinwire.codec.encode import NonFinite, encode_exact, encode_shards
-from thinwire.codec.feedback import NoFeedback
+from thinwire.codec.feedback import NoFeedback, first_not_finite
 from thinwire.codec.frame import Frame, FrameReader, ShardReader
 from thinwire.errors import FrameError, MessageError, TransportError
 from thinwire.server.layout import Layout, flat, trained
@@ -70,11 +70,6 @@ class SentShards:
         made = encode_shards(codec, tensors, budget, step=step, hold=hold)
         shards, entries = ([NON_FINITE], 0) if isinstance(made, NonFinite) else made
         return cls(dict(enumerate(shards)), [tensor.numel() for tensor in tensors.values()], list(tensors)), entries
-
-    @property
-    def finite(self) -> bool:
-        """Whether the gradient is finite."""
-        return self.shards.get(0) != NON_FINITE
 
     @property
     def size(self) -> int:
@@ -163,10 +158,6 @@ class Replicas:
         self._move((layer, part), session, after)
         body, shards = (b"", delta) if isinstance(delta, list) else (delta, ())
         return PullReply(version, False, body, shards)
-
-    def settle(self, peer: Peer, ticket: int, lost: frozenset[int]) -> tuple[int, int] | None:
-        """Note which shards of a reply were lost; return its session and bytes. Here replies are not in shards."""
-        return None
 
     def forget(self, session: int) -> None:
         """Drop the replica of a worker that has left."""
@@ -271,9 +262,8 @@ class LossyReplicas(Replicas):
         self._in_flight[session, place] = shards
         return PullReply(made.version, False, b"", shards)
 
-    def sent(self, session: int, layer: int, part: int, peer: Peer, ticket: int | None) -> None:
+    def sent(self, session: int, place: Place, peer: Peer, ticket: int | None) -> None:
         """Note the transport's ticket of the last delta; None if all of it will arrive."""
-        place = layer, part
         if ticket is None:
             del self._in_flight[session, place]
         else:
@@ -323,7 +313,7 @@ def write_full(body: Buffer, outs: Sequence[Tensor]) -> None:
     if len(body) != 4 * count:
         raise FrameError(f"{count} parameters take {4 * count} bytes, not {len(body)}")
     values = torch.frombuffer(bytearray(body), dtype=torch.float32)
-    if not values.isfinite().all():
+    if first_not_finite([values]) >= 0:
         raise FrameError(_DIVERGED)
     for out, part in zip(outs, values.split([out.numel() for out in outs]), strict=True):
         out.copy_(part)
@@ -348,15 +338,11 @@ class LocalParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = trained(model)
-        self._rows: dict[str, Tensor] = {}
+        self.rows: dict[str, Tensor] = {}  # exact values, flat
         for name, parameter in self._parameters.items():
             plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
-            self._rows[name] = flat(parameter) if plain else parameter.detach().float().cpu().reshape(-1).clone()
+            self.rows[name] = flat(parameter) if plain else parameter.detach().float().cpu().reshape(-1).clone()
         self.last_layout: Layout | None = None
-
-    def row(self, name: str) -> Tensor:
-        """Return the exact values of a parameter, flat."""
-        return self._rows[name]
 
     def update(self, layout: Layout, layer: int, part: int, body: Buffer, *, full: bool, lossy: bool = False) -> int:
         """Bring a part up to date with a reply of the server, some shards of which may be lost.
@@ -365,7 +351,7 @@ class LocalParameters:
         """
         self.last_layout = layout
         pieces = layout.layers[layer].parts[part]
-        rows = [self._rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
+        rows = [self.rows[piece.parameter][piece.begin : piece.end] for piece in pieces]
         size = len(body)
         if lossy and not full:
             received = ReceivedShards(body, [row.numel() for row in rows], exact=True)
@@ -375,10 +361,10 @@ class LocalParameters:
             (write_full if full else add_delta)(body, rows)
         for piece, row in zip(pieces, rows, strict=True):
             parameter = self._parameters[piece.parameter].detach()
-            if self._rows[piece.parameter].data_ptr() == parameter.data_ptr():
+            if self.rows[piece.parameter].data_ptr() == parameter.data_ptr():
                 continue
             if parameter.is_contiguous():
                 parameter.view(-1)[piece.begin : piece.end].copy_(row)
             else:  # a piece of it cannot be addressed, so all of it is written
-                parameter.copy_(self._rows[piece.parameter].view(parameter.shape))
+                parameter.copy_(self.rows[piece.parameter].view(parameter.shape))
         return size

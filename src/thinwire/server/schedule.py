@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from thinwire.errors import MessageError
+
 
 @dataclass(frozen=True)
 class Request:
@@ -92,9 +94,9 @@ class Pool:
 
         When nothing is in flight any request fits.
         """
-        best = min(self._queues.values(), key=self._rank, default=None)
-        if best is None:
+        if not self._queues:
             return None
+        best = min(self._queues.values(), key=self._rank)
         request = best[0][1]
         if self.in_flight and self.in_flight + request.size > self.window:
             return None
@@ -109,9 +111,9 @@ class Pool:
         self.in_flight += actual_size - request.size
 
     def done(self, size: int) -> None:
-        """Note that bytes were acknowledged: the window is free for others again."""
+        """Note that bytes were acknowledged: the window is free for others again. MessageError if they are too many."""
         if size > self.in_flight:
-            raise ValueError(f"{size} bytes were acknowledged, but only {self.in_flight} are in flight.")
+            raise MessageError(f"{size} bytes were acknowledged, but only {self.in_flight} are in flight")
         self.in_flight -= size
 
     def __len__(self) -> int:

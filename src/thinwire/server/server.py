@@ -1,15 +1,12 @@
 """Server: owns the model, applies the gradients that workers push, and sends them the parameters that they pull.
 
 `Server` is a state machine that does no I/O and reads no clock: messages and `now` (time.monotonic) come in by
-`receive` and the methods named `on_...`, and `next_outgoing` returns what is to be sent. `Server.run` drives it with a
-transport, in one thread. A message is checked before it is used: an invalid one ends its sender's session with the
-reason in the log, and the other workers continue.
+`receive` and the methods named `on_...`, and `next_outgoing` returns what is to be sent. `transport.base.serve` drives
+it, in one thread. A message is checked before it is used: an invalid one ends its sender's session with the reason in
+the log, and the other workers continue.
 """
 
-import contextlib
 import logging
-import secrets
-import time
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +22,7 @@ from thinwire.errors import FrameError, MessageError
 from thinwire.server.aggregate import Aggregator, Clock, Reduce
 from thinwire.server.checkpoint import CheckpointWriter, load_checkpoint
 from thinwire.server.layout import Buffers, Layout, cut_for, trained
-from thinwire.server.membership import REPORTS_PER_STEP, Member, Membership, Outgoing
+from thinwire.server.membership import REPORTS_PER_STEP, Member, Membership
 from thinwire.server.protocol import (
     STALENESS,
     HelloCheck,
@@ -42,7 +39,7 @@ from thinwire.server.protocol import (
 from thinwire.server.replicas import LossyReplicas, ReceivedShards, Replicas
 from thinwire.server.schedule import Request, check_policy
 from thinwire.transport.addresses import listen
-from thinwire.transport.base import Buffer, Listener, Parts, Peer
+from thinwire.transport.base import Buffer, Listener, Outgoing, Parts, Peer, serve
 
 log = logging.getLogger("thinwire.server")
 
@@ -52,10 +49,6 @@ OnFigures = Callable[[Member, dict[str, Any]], None]
 WINDOW = 1 << 19
 # The number of steps after which the server asks a worker for its buffers (running statistics), if the model has any.
 BUFFERS_EVERY = 10
-# Seconds in which workers may confirm that they know of the end of the training.
-_PARTING = 3.0
-# `waiting` names so many workers at most.
-_NAMED = 3
 # The assumed bytes of a reply before the first one of its part is known.
 _ASSUMED_BYTES = 1 << 18
 
@@ -144,17 +137,11 @@ class Server:
         terms |= {"bound": self.bound, "policy": policy, "window": window, "cut": self.layout.cut}
         self._check = HelloCheck(recipe, model, self.domain)
         self.membership = Membership(
-            self._check.applicant,
-            terms,
-            self.clock,
-            len(self.layout.layers),
-            expect=expect,
-            stall=stall,
+            self._check.applicant, terms, self.clock, len(self.layout.layers), expect=expect, stall=stall
         )
         self.membership.accepted, self.membership.on_leave = state["accepted"], self._on_leave
         self._on_step, self._on_figures = on_step, on_figures
         self._places = list(self.layout.places())
-        self._numels = [self.layout.numels[place] for place in self._places]
         for part, clock, slot, data in sorted(state["pending"], key=lambda each: each[1:3]):
             self._aggregator.keep(slot, part, clock, self._read(part, data.numpy().data, lossy=state["lossy"]))
         for part, clock in sorted({(part, clock) for part, clock, _, _ in state["pending"]}):
@@ -164,7 +151,8 @@ class Server:
         self._ended: str | None = None  # why training has ended, once the workers are told
         self.remaining: set[Peer] = set()  # after the end: members that have not confirmed that they know of it
         self.stopped: str | None = None
-        self.applied_at = 0.0  # when the last step was complete
+        self._max_steps: int | None = None
+        self.applied_at = self._now = 0.0  # when the last step was complete, and when the timer was called last
 
     # For its owner
 
@@ -174,26 +162,10 @@ class Server:
         An address must be on the loopback interface and uses no keys. For others make the listener by
         `transport.addresses.listen`.
         """
-        listener = listen(listener) if isinstance(listener, str) else listener
-        self._listener = listener
-        self.open(listener.piece_bytes, time.monotonic(), session=secrets.randbits(30))
-        listener.on_report = lambda peer, ticket, lost: self.on_report(peer, ticket, lost, time.monotonic())
-        listener.on_gap = lambda peer: self.on_gap(peer, time.monotonic())
+        self.listener = listen(listener) if isinstance(listener, str) else listener
         self._max_steps = max_steps
         self._check_end()
-        try:
-            while self.stopped is None:
-                self._turn(0.25)
-            self.save()
-            self._announce_end(self.stopped)
-        except Exception:
-            self.stopped = self.stopped or "failed"  # workers are told, so that they do not wait for this server
-            with contextlib.suppress(Exception):
-                self._announce_end(self.stopped)
-            raise
-        finally:
-            listener.close()
-        return self.stopped
+        return serve(self, self.listener)
 
     def stop(self, reason: str) -> None:
         """End the training: workers are told, and `run` returns. Any thread or signal handler may call this."""
@@ -214,39 +186,10 @@ class Server:
     def waiting(self) -> Waiting | None:
         """Return what the server waits for and how long it has, or None if it waits for nothing. Any thread may ask.
 
-        Before the training: workers to join. In the modes "bsp" and "ssp": workers to push the next step.
+        Before the training: workers to join. In the modes "bsp" and "ssp": workers to push the next step. Seconds are
+        counted until the last turn of the server, which takes one every quarter of a second.
         """
-        now, membership = time.monotonic(), self.membership
-        if self.stopped is not None:
-            return None
-        if not self.started:
-            missing = max(0, self.expect - len(membership.waiting))
-            return Waiting(f"{missing} of {self.expect} workers to join", max(0.0, now - self.started_at))
-        clocks, members = dict(self.clock.workers), dict(membership.active)
-        if not members:
-            return Waiting("a worker to join, because all have left", now - membership.left_at)
-        step = self.clock.step
-        behind = [session for session, clock in clocks.items() if clock.first <= step and clock.reached <= step]
-        late = [members[session] for session in behind if session in members]
-        if self.bound is None or not late:
-            return None
-        named = ", ".join(member.label for member in sorted(late, key=lambda member: member.slot)[:_NAMED])
-        more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
-        return Waiting(f"{named}{more} to push step {step}", now - max(self.applied_at, self.started_at))
-
-    def listener_figures(self, member: Member) -> dict[str, float]:
-        """Return what the transport has measured on the way to a worker."""
-        return self._listener.figures(member.peer)
-
-    @property
-    def started(self) -> bool:
-        """Whether training has begun."""
-        return self.membership.started
-
-    @property
-    def started_at(self) -> float:
-        """When training began, or before that when `run` was called (time.monotonic)."""
-        return self.membership.started_at
+        return None if self.stopped is not None else self.membership.awaited(self.applied_at, self._now)
 
     @property
     def updates(self) -> int:
@@ -254,6 +197,25 @@ class Server:
         return self._aggregator.updates
 
     # The state machine
+
+    def call_owner(self) -> bool:
+        """If steps have become complete since the last call, call `on_step` and save; return whether they have."""
+        before, self._owner_step = self._owner_step, self.clock.step
+        if self._owner_step <= before or self._ended is not None:
+            return False
+        self._on_step(self)
+        if self._owner_step // self._save_every > before // self._save_every:  # several steps may complete at once
+            self.save()
+        self._check_end()
+        return True
+
+    def _check_end(self) -> None:
+        if self._max_steps is not None and self.clock.step >= self._max_steps:
+            self.stop("max_steps")
+
+    def excuse(self, seconds: float) -> None:
+        """Do not count seconds in which the owner was busy as silence of the workers."""
+        self.membership.excuse(seconds)
 
     def open(self, piece_bytes: int | None, now: float, *, session: int) -> None:
         """Begin to serve. piece_bytes: of a transport that may lose parts of messages, the bytes of such a part.
@@ -268,6 +230,7 @@ class Server:
             self.replicas = LossyReplicas(self.layout, values, self.codec, start, budget=piece_bytes)
             self._check.shards = True
         self.membership.open(now, session)
+        self._now = now
 
     def receive(self, peer: Peer, parts: Parts, now: float) -> None:
         """Do what a message asks for, or refuse it."""
@@ -294,7 +257,8 @@ class Server:
 
     def on_report(self, peer: Peer, ticket: int, lost: frozenset[int], now: float) -> None:
         """Handle the transport's report on a delta in shards, which takes the place of a RECEIVED message."""
-        session, size = self.replicas.settle(peer, ticket, lost) or (0, 0)
+        settled = self.replicas.settle(peer, ticket, lost) if isinstance(self.replicas, LossyReplicas) else None
+        session, size = settled or (0, 0)
         member = self.membership.find(peer, session)
         if member is not None:
             try:
@@ -318,6 +282,7 @@ class Server:
 
     def on_timer(self, now: float) -> None:
         """Evict workers that are silent or stalled; to be called a few times in each `timeout`."""
+        self._now = now
         self.membership.evict_silent(now)
         if self._resumed_at:  # workers that come back later join then
             self.membership.start_late(now)
@@ -325,12 +290,13 @@ class Server:
 
     def on_end(self, reason: str) -> None:
         """End the training: tell all workers. From now on messages are only answered."""
-        self._ended, self.remaining = reason, self.membership.announce_end(reason)
+        self._ended = self.stopped = self.stopped or reason
+        self.remaining = self.membership.announce_end(self._ended)
 
     def on_ticket(self, sent: Outgoing, ticket: int | None) -> None:
         """Note the transport's ticket of a message in shards; None if all of it will arrive."""
         if isinstance(self.replicas, LossyReplicas):
-            self.replicas.sent(sent.session, *sent.place, sent.peer, ticket)
+            self.replicas.sent(sent.session, sent.place[:2], sent.peer, ticket)
 
     def next_outgoing(self, now: float) -> Outgoing | None:
         """Return what is to be done next for a peer, or None for now.
@@ -429,9 +395,8 @@ class Server:
 
     def _read(self, number: int, body: Buffer, *, lossy: bool) -> FrameReader | ReceivedShards:
         """Check a gradient of a part."""
-        if lossy:
-            return ReceivedShards(body, self._numels[number])
-        return FrameReader(Frame.from_bytes(memoryview(body)), self._numels[number])
+        numels = self.layout.numels[self._places[number]]
+        return ReceivedShards(body, numels) if lossy else FrameReader(Frame.from_bytes(memoryview(body)), numels)
 
     def _apply(self, number: int, clock: int) -> None:
         """Apply a gradient that was accepted, or with a bound all of its step if that is complete."""
@@ -447,7 +412,7 @@ class Server:
         before = self.clock.lowest[number]
         while self.clock.complete(number):
             self._aggregator.apply(number, self.clock.lowest[number])
-            self.clock.advance(number)
+            self.clock.lowest[number] += 1
             self.replicas.changed(*self._places[number])
         if self.clock.lowest[number] > before:
             ready = range(len(self._places)) if self.clock.phased else [number]
@@ -485,16 +450,8 @@ class Server:
     # Pulls
 
     def _on_pull(self, member: Member, number: int, clock: int, *, full: bool) -> None:
-        """Take a pull of a part, and answer it if it need not wait.
-
-        A member may have one pull of a part at a time, and only after its push of the step before.
-        """
-        if number in member.unanswered:
-            raise MessageError(f"a pull of part {number} waits already")
-        if clock != member.due[number]:
-            raise MessageError(f"part {number} was pulled for step {clock}, and step {member.due[number]} is due")
-        member.unanswered.add(number)
-        member.pending[number] = clock, full
+        """Take a pull of a part, and answer it if it need not wait."""
+        member.note_pull(number, clock, full=full)
         self._release(member, number)
 
     def _release(self, member: Member, number: int) -> None:
@@ -510,8 +467,6 @@ class Server:
 
     def _on_received(self, member: Member, size: int) -> None:
         """Note that replies of so many bytes have arrived at a member."""
-        if size > member.pool.in_flight:
-            raise MessageError(f"{size} bytes have arrived, of which {member.pool.in_flight} were sent")
         member.pool.done(size)
         self._ready[member.session] = member
 
@@ -542,50 +497,3 @@ class Server:
         message = Message(kind, member.session, layer, part, request.clock, version, reply.body)
         self.membership.send(member, message, reply.shards if self._lossy and not reply.full else None)
         return True
-
-    # The driver: all input and output of `run`
-
-    def _turn(self, timeout: float) -> None:
-        arrived, now = self._listener.poll(timeout), time.monotonic()
-        self._transmit()  # `poll` calls `on_report`, which may let replies leave
-        for peer, parts in arrived:
-            self.receive(peer, parts, time.monotonic())
-            self._transmit()
-            if self.stopped is not None:
-                return
-        self.on_timer(now)  # not the present time: messages may have come while others were handled
-        self._transmit()
-
-    def _transmit(self) -> None:
-        """Do what the state machine has decided, and what the owner wants after a step."""
-        while (out := self.next_outgoing(now := time.monotonic())) is not None:
-            if out.action == "keep":
-                self._listener.keep(out.peer)
-            elif out.action == "forget":
-                self._listener.forget(out.peer)
-            elif out.shards is not None:
-                self.on_ticket(out, self._listener.send_pieces(out.peer, bytes(out.parts[0]), out.shards))
-            elif not self._listener.send(out.peer, out.parts) and out.session:
-                self.on_unreachable(out.session, now)
-        before, self._owner_step = self._owner_step, self.clock.step
-        if self._owner_step > before and self._ended is None:
-            began = time.monotonic()
-            self._on_step(self)
-            if self._owner_step // self._save_every > before // self._save_every:  # several steps may complete at once
-                self.save()
-            self.membership.excuse(time.monotonic() - began)
-            self._check_end()
-
-    def _check_end(self) -> None:
-        if self._max_steps is not None and self.clock.step >= self._max_steps:
-            self.stop("max_steps")
-
-    def _announce_end(self, reason: str) -> None:
-        """Tell all workers that training has ended, and wait for a while until the members have left."""
-        self.on_end(reason)
-        deadline = time.monotonic() + min(_PARTING, self.timeout)
-        self._transmit()
-        while self.remaining and time.monotonic() < deadline:
-            for peer, parts in self._listener.poll(0.1):
-                self.receive(peer, parts, time.monotonic())
-            self._transmit()

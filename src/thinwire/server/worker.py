@@ -152,7 +152,7 @@ class ClientThread(threading.Thread):
             if out.shards is None:
                 self.connection.send(out.parts)
             else:
-                client.on_ticket(out, self.connection.send_pieces(bytes(out.parts[0]), out.shards))
+                client.pushes.on_ticket(out, self.connection.send_pieces(bytes(out.parts[0]), out.shards))
 
 
 class LocalSteps:
@@ -275,7 +275,7 @@ class Worker:
             return
         if self._local is not None and not self._local.step():
             return
-        self.timings.computed(time.monotonic())
+        computed = time.monotonic()
         session, layers = self._session, range(len(self._session.layout.layers))
         # A layer that this step does not use was pulled all the same. Its push must not overtake that pull.
         unused = [i for i in layers if i not in self._pushed and i not in self._called_layers]
@@ -284,7 +284,7 @@ class Worker:
         for layer in layers:
             if layer not in self._pushed:
                 self._push(session, layer)
-        self.timings.end_step(self.clock)
+        self.timings.end_step(self.clock, computed)
         self.clock += 1
         # No hook tells when the parameters of a module that is not called are used, so they are waited for now.
         called = [self._called.issuperset(layer.modules) for layer in session.layout.layers]
@@ -363,7 +363,7 @@ class Worker:
 
     def values(self, name: str) -> Tensor:
         """Return a parameter's exact float32 values, as the server knows them."""
-        return self._client.parameters.row(name)
+        return self._client.parameters.rows[name]
 
     def report(self, **figures: Any) -> None:
         """Send figures of a step to the server, for its table and its log.
@@ -412,7 +412,7 @@ class Worker:
                 self._local.begin()
             self._begin_step()
             self._layer_of = {name: i for i, layer in enumerate(session.layout.layers) for name in layer.parameters}
-            self._thread.submit(partial(self._fetch, session, self.clock))
+            self._thread.submit(partial(self._client.fetch, session, self.clock, time.monotonic()))
             if self._await(list(range(len(session.layout.layers)))) or self.stopped is not None:
                 return
 
@@ -428,9 +428,6 @@ class Worker:
         arrived = self._thread.wait(layers, self.clock)
         self.timings.waited(layers, self.clock, began, time.monotonic())
         return arrived
-
-    def _fetch(self, session: Session, clock: int) -> None:
-        self._client.fetch(session, clock, time.monotonic())
 
     # Hooks
 

@@ -132,8 +132,8 @@ def link_settings(context: typer.Context, hosts: int | None = None, **instead: s
     rate = None if figures["rate"] == "none" else figures["rate"]
     single = tuple(parse_hosts(context.params.get("host_delay"), "--host-delay", "3=80ms").items())
     found = [LinkSettings(rate, delay, figures["loss"], single) for delay in listed(figures["delay"], "--delay")]
-    if hosts is not None and found[0].emulated:
-        found[0].lab(hosts)  # checks its arguments; nothing is built
+    for links in found if hosts is not None and found[0].emulated else ():
+        links.check(hosts or 1)
     return found
 
 
@@ -213,8 +213,9 @@ def table_of(
     columns = [name for name in rows[0] if any(row[name] not in ("-", "") for row in rows)]
     for name in columns:
         first = name == columns[0]  # folds where the table would not fit the terminal
+        width = min(12, max(len(row[name]) for row in rows)) if first else None
         justify: Literal["left", "right"] = "left" if first or name == "exchange" else "right"
-        table.add_column(name, justify=justify, no_wrap=not first, overflow="fold")
+        table.add_column(name, justify=justify, no_wrap=not first, overflow="fold", min_width=width)
     for number, row in enumerate(rows):
         table.add_row(*(row[name] for name in columns), style="bold" if number in bold else "")
     return table

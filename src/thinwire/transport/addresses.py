@@ -58,20 +58,17 @@ def require(scheme: str) -> None:
         ) from None
 
 
-def _scheme(address: str) -> str:
+def _scheme(address: str, keys: KeyPath) -> str:
+    """Return the transport that an address names."""
     scheme, found, _ = address.partition("://")
     if not found or scheme not in _MODULES:
         known = ", ".join(f"{name}://" for name in _MODULES)
         raise ValueError(f"{address!r} is not the address of a server; addresses begin with {known}")
-    return scheme
-
-
-def _check_mpi(address: str, keys: KeyPath) -> None:
-    if address != "mpi://":
+    if scheme == "mpi" and address != "mpi://":
         raise ValueError(f"{address!r} is not an address; write mpi:// alone, because the MPI job knows its ranks")
-    if keys is not None:
+    if scheme == "mpi" and keys is not None:
         raise ValueError("mpi:// takes no keys: mpirun decides who is in the job")
-    require("mpi")
+    return scheme
 
 
 def listen(address: str, *, keys: KeyPath = None, insecure: bool = False, mtu: int | None = None) -> Listener:
@@ -81,13 +78,13 @@ def listen(address: str, *, keys: KeyPath = None, insecure: bool = False, mtu: i
     insecure: listen on such an address without keys.
     mtu: for udp, the largest size of a packet in bytes; the server tells its workers.
     """
-    scheme = _scheme(address)
+    scheme = _scheme(address, keys)
     if mtu is not None:
         if scheme != "udp":
             raise ValueError(f"{scheme}:// does not send UDP packets: --mtu goes with udp")
         check_mtu(mtu)
     if scheme == "mpi":
-        _check_mpi(address, keys)
+        require(scheme)
         from thinwire.transport.mpi import MpiListener
 
         return MpiListener()
@@ -109,9 +106,9 @@ def listen(address: str, *, keys: KeyPath = None, insecure: bool = False, mtu: i
 
 def connect(address: str, *, keys: KeyPath = None) -> Connection:
     """Connect to a server, which need not be running yet; `keys` is the secret file of this worker."""
-    scheme = _scheme(address)
+    scheme = _scheme(address, keys)
     if scheme == "mpi":
-        _check_mpi(address, keys)
+        require(scheme)
         from thinwire.transport.mpi import MpiConnection
 
         return MpiConnection()

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from mpi4py import MPI
 
 from thinwire.errors import TransportError
+from thinwire.limits import LogLimit
 from thinwire.transport.base import LARGEST, MOST_PARTS, Buffer, Connection, Listener, Parts, Peer, Side, T, views
 
 log = logging.getLogger("thinwire.transport")
@@ -114,6 +115,7 @@ class _MpiSide(Side[T]):
             raise TransportError(f"rank {rank} is connected over MPI already, and can have one connection at a time")
         _in_use = True
         self.discarded = 0  # messages that were malformed or too large, or whose sender died
+        self._warnings = LogLimit(log, logging.WARNING)
         self._closed = False
         self._communicator = communicator()
         self._early: list[tuple[int, bytes]] = []  # messages sent before there was a communicator
@@ -175,7 +177,7 @@ class _MpiSide(Side[T]):
                 name, parts = unpack(data)
             except ValueError as error:
                 self.discarded += 1
-                log.warning("Discarded a malformed message of rank %d: %s", rank, error)
+                self._warnings.say(time.monotonic(), "Discarded a malformed message of rank %d: %s", rank, error)
             else:
                 yield rank.to_bytes(RANK_BYTES, "big") + name, parts
 
@@ -249,7 +251,8 @@ class MpiListener(_MpiSide[tuple[Peer, Parts]], Listener):
 
     def __init__(self) -> None:
         super().__init__(server=True)
-        self._peers: dict[int, Peer] = {}  # the present connection of each rank
+        # The present connection of each rank. It can be reached until its goodbye, so that `forget` does nothing.
+        self._peers: dict[int, Peer] = {}
 
     def _receive(self) -> list[tuple[Peer, Parts]]:
         found = []
@@ -264,9 +267,6 @@ class MpiListener(_MpiSide[tuple[Peer, Parts]], Listener):
     def send(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
         data = pack(peer[RANK_BYTES:], parts)
         return self._peers.get(rank_of(peer)) == peer and self._send(rank_of(peer), data)
-
-    def forget(self, peer: Peer) -> None:
-        """Do nothing: only a name is kept for each rank, and its goodbye removes it. Until then it can be reached."""
 
     def close(self) -> None:
         self._close(range(1, MPI.COMM_WORLD.Get_size()), ALL_CONNECTIONS)  # also to ranks that never sent anything

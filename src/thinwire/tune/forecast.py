@@ -31,9 +31,17 @@ class LinearTime:
         return cls(max(small[1] - slope * small[0], 1e-7), slope)
 
 
-# One-way delays until a message of many packets has arrived. The first packet takes one. TCP spreads the others over
-# about as long: it paces them by a rate that it has measured over a round trip (BBR), or waits for acknowledgements.
-WAYS = 2.0
+# TCP (BBR) paces the packets of a message. It is idle between messages, so that the rate that it measures is the bytes
+# of one message per round trip, however fast the link is, and it sends at 2.9 times that rate. The packets therefore
+# leave over this share of the one-way delay, unless the link itself takes longer. Measured at 10 and 50 ms: 0.8.
+PACED = 0.8
+# Bytes that leave at once: two packets.
+_UNPACED = 2 * 1448
+
+
+def paced_part(size: float) -> float:
+    """The share of a message of `size` bytes that TCP paces: all but its first packets."""
+    return max(1.0 - _UNPACED / max(size, 1.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,8 @@ class Network:
     reduce: LinearTime  # all-reduce, by the bytes of the vector
     tiers: Tiers | None = None  # for machines of several ranks each
     latency: float = 0.0  # seconds of a message's way, during which other messages can be sent
+    paced: float = 0.0  # seconds over which TCP spreads a long message, on connections that never sent a longer one
+    cpu: LinearTime = LinearTime(0.0, 0.0)  # processor time of a rank in an all-gather, by the bytes of its message
 
     @classmethod
     def ideal(cls, world: int, bandwidth: float, latency: float) -> "Network":
@@ -63,12 +73,13 @@ class Network:
         An all-gather sends to all ranks at once, in one round; an all-reduce is a ring of 2 (world - 1) rounds, of
         which each begins while the last one still sends.
         """
-        byte, others, message = 8.0 / bandwidth, world - 1, WAYS * latency
+        byte, others = 8.0 / bandwidth, world - 1
         return cls(
             world,
-            LinearTime(message, others * byte),
+            LinearTime(latency, others * byte),
             LinearTime(2 * others * latency, 2 * others / max(world, 1) * byte),
-            latency=message,
+            latency=latency,
+            paced=PACED * latency,
         )
 
     def at_rate(self, bandwidth: float) -> "Network":
@@ -81,9 +92,17 @@ class Network:
             tiers=None,
         )
 
+    def spread(self, size: float) -> float:
+        """Seconds over which TCP spreads the packets of a message of `size` bytes, whatever the link's rate is."""
+        return self.paced * paced_part(size)
+
+    def exchange(self, size: float) -> float:
+        """Seconds of an all-gather of messages of `size` bytes each, pacing included."""
+        return self.gather.fixed + max(self.gather.per_byte * size, self.spread(size))
+
     def scatter(self, size: float) -> float:
         """Seconds to send the parts of a message to their owners, and to gather the results: two rounds of 1/world."""
-        return 2.0 * self.gather(size / max(self.world, 1))
+        return 2.0 * self.exchange(size / max(self.world, 1))
 
     @property
     def bandwidth(self) -> float:
@@ -123,8 +142,8 @@ JOINED_BELOW = 1 << 19
 _ALL_REDUCES = 2
 # Time to encode an entry that is sent, relative to reading an element that is not.
 _ENTRY = 17.0
-# Size of a frame in parts, one for each rank, relative to one frame: headers and spare bytes of each part.
-_SCATTERED = 1.2
+# Bytes of headers in every part of a frame that is split: the part's own and those of about ten tensors.
+PART = 350.0
 
 HIERARCHICAL = "hierarchical"
 DENSE, FP16 = Setting("dense", width=4), Setting("fp16", width=2)
@@ -159,6 +178,7 @@ class Workload:
     copy: float = 0.0  # seconds to convert the model to 16 bits and back
     alpha: Mapping[float, float] | None = None  # by density: the share of the squared norm that is sent
     codecs: Mapping[str, CodecTimes] | None = None  # measured codecs, by the setting's name
+    crowd: float = 1.0  # ranks for each core: above 1 an exchange takes processor time from other ranks
 
     @property
     def elements(self) -> int:
@@ -207,13 +227,28 @@ def update_bytes(setting: Setting, elements: int) -> float:
     return 64.0 + 1.08 * setting.density * elements * setting.bits / 8.0
 
 
+def scattered_parts(frame: float, world: int) -> tuple[float, float]:
+    """The bytes of the messages to each rank in the two rounds of a scatter-reduce: a part, and a sum of parts.
+
+    A sum has the entries of all ranks. It is limited so that both rounds together send the bytes of two frames at most.
+    """
+    results = min((2.0 * world / (world - 1) - 1.0) / world, 1.0) if world > 1 else 1.0
+    return frame / max(world, 1) + PART, results * frame + PART
+
+
 @dataclass(frozen=True)
 class _Stage:
-    """A stage of an exchange: seconds of computing, then of a message on this rank's link, then of its way."""
+    """A stage of an exchange: seconds of computing, then of a message on this rank's link, then of its way.
+
+    paced: seconds over which TCP spreads the message, at the same time as those of other buckets.
+    busy: processor seconds of the message, on top of computing.
+    """
 
     compute: float
     transfer: float = 0.0
     latency: float = 0.0
+    paced: float = 0.0
+    busy: float = 0.0
 
 
 def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
@@ -222,9 +257,17 @@ def forecast(setting: Setting, work: Workload, network: Network) -> Forecast:
         return _forecast_update(setting, work, network)
     work = work.together() if setting.compressed else work
     stages = [_stages(setting, work, network, elements) for elements in work.buckets]
-    done = _last_done(work.ready, stages, None if setting.compressed else _ALL_REDUCES)
+    ready, taken = work.ready, 0.0
+    if work.crowd > 1.0 and setting.compressed:
+        # While a rank waits, others compute: the processor time of all exchanges lengthens the step, at whatever time
+        # it is spent, and messages are under way meanwhile.
+        taken = work.crowd * sum(stage.compute + stage.busy for bucket in stages for stage in bucket)
+        stages = [[replace(stage, compute=0.0) for stage in bucket] for bucket in stages]
+    elif work.crowd > 1.0:  # an all-reduce slows down the backward pass that it overlaps
+        ready = (0.0,) * len(ready)
+    done = _last_done(ready, stages, None if setting.compressed else _ALL_REDUCES)
     alpha = 1.0 if not setting.compressed or work.alpha is None else at_density(work.alpha, setting.density)
-    return Forecast(setting, work.compute + max(done, 0.0), sent(setting, work, network), alpha)
+    return Forecast(setting, work.compute + taken + max(done, 0.0), sent(setting, work, network), alpha)
 
 
 def _forecast_update(setting: Setting, work: Workload, network: Network) -> Forecast:
@@ -233,8 +276,10 @@ def _forecast_update(setting: Setting, work: Workload, network: Network) -> Fore
     Alpha is 1: what a low-rank projection sends is not a share of the squared norm that is known beforehand.
     """
     times = work.times(setting)
-    way = network.gather if setting.exchange == "gather" else network.scatter
-    exchange = way(times.frame) + times.encode + times.decode
+    gathers = setting.exchange == "gather"
+    busy = network.cpu(times.frame) if gathers else 2.0 * network.cpu(times.frame / max(network.world, 1))
+    computing = times.encode + times.decode + (busy if work.crowd > 1.0 else 0.0)
+    exchange = (network.exchange if gathers else network.scatter)(times.frame) + work.crowd * computing
     hidden = setting.every * work.compute if setting.every > 1 else 0.0
     waited = max(exchange - hidden, 0.0) / setting.every
     return Forecast(setting, work.compute + waited, sent(setting, work, network), 1.0)
@@ -251,7 +296,7 @@ def sent(setting: Setting, work: Workload, network: Network) -> float:
     frame = work.times(setting).frame
     if setting.exchange == HIERARCHICAL:
         return frame * (world / _tiers(network).per_machine - 1.0) / _tiers(network).per_machine
-    return frame * (world - 1) if setting.exchange == "gather" else 2.0 * _SCATTERED * frame * (world - 1) / world
+    return (world - 1) * (frame if setting.exchange == "gather" else sum(scattered_parts(frame, world)))
 
 
 def _stages(setting: Setting, work: Workload, network: Network, elements: int) -> list[_Stage]:
@@ -265,23 +310,23 @@ def _stages(setting: Setting, work: Workload, network: Network, elements: int) -
     encode, decode, frame = share * times.encode, share * times.decode, share * times.frame
     if setting.exchange == HIERARCHICAL:
         tiers = _tiers(network)
-        first = _message(tiers.between, tiers.latency, tiers.inside(4.0 * elements) + encode, frame)
+        between = replace(network, gather=tiers.between, latency=tiers.latency)
+        first = _message(between, tiers.inside(4.0 * elements) + encode, frame)
         return [first, _Stage(world / tiers.per_machine * decode)]
     if setting.exchange == "gather":
-        return [_message(network.gather, network.latency, encode, frame), _Stage(world * decode)]
+        return [_message(network, encode, frame), _Stage(world * decode)]
     # Each rank encodes twice: its own entries, and the sums of its share. It decodes its share, then all results.
-    entries, part = _ENTRY * setting.density, _SCATTERED * frame / world
+    entries, (part, result) = _ENTRY * setting.density, scattered_parts(frame, world)
     second = encode * (1.0 + entries / world) / (1.0 + entries)
-    return [
-        _message(network.gather, network.latency, encode, part),
-        _message(network.gather, network.latency, second + decode, part),
-        _Stage(decode),
-    ]
+    return [_message(network, encode, part), _message(network, second + decode, result), _Stage(decode)]
 
 
-def _message(time: LinearTime, latency: float, compute: float, size: float) -> _Stage:
+def _message(network: Network, compute: float, size: float) -> _Stage:
     """A stage that sends `size` bytes. What the fixed time of a message has beyond the latency keeps the rank busy."""
-    return _Stage(compute + max(time.fixed - latency, 0.0), time.per_byte * size, min(latency, time.fixed))
+    time, latency = network.gather, network.latency
+    waiting = max(time.fixed - latency, 0.0)
+    transfer, paced = time.per_byte * size, network.spread(size)
+    return _Stage(compute + waiting, transfer, min(latency, time.fixed), paced, max(network.cpu(size) - waiting, 0.0))
 
 
 def _last_done(ready: Sequence[float], buckets: Sequence[Sequence[_Stage]], at_once: int | None) -> float:
@@ -300,7 +345,8 @@ def _last_done(ready: Sequence[float], buckets: Sequence[Sequence[_Stage]], at_o
             done = max(done, computed)
             return
         sent = max(sent, computed) + stages[0].transfer
-        under_way.append((sent + stages[0].latency, stages[1:]))
+        arrived = max(sent, computed + stages[0].paced) + stages[0].latency
+        under_way.append((arrived, stages[1:]))
 
     for at, stages in zip(ready, buckets, strict=True):
         while under_way and (under_way[0][0] <= max(at, computed) or len(under_way) == at_once):
@@ -402,7 +448,7 @@ def update_settings(world: int) -> tuple[Setting, ...]:
     exchange = "gather" if world <= 2 else "scatter-reduce"
     found = []
     for name, every in EVERY.items():
-        codec = resolve_codec(name)
+        codec = resolve_codec(name, world)
         assert isinstance(codec.selection, LowRank)
         found.append(Setting(name, exchange, density=codec.selection.density, bits=codec.values.bits, every=every))
     return tuple(found)
@@ -427,6 +473,20 @@ def decide_update(work: Workload, network: Network, settings: Sequence[Setting])
     return best.setting, (
         f"{best.setting.name} at {1e3 * best.seconds:.0f} ms a step is the first that hides the network "
         f"(computing takes {1e3 * work.compute:.0f} ms; expected: {others}); {network}"
+    )
+
+
+def dense_instead(work: Workload, network: Network, settings: Sequence[Setting], width: int) -> str:
+    """Return a clause that advises dense gradients if they hide the network as well as these settings, or nothing.
+
+    width: bytes per element. All of the all-reduce is assumed to follow the step, although DDP overlaps a part of it.
+    """
+    dense = forecast(replace(DENSE, width=width), work, network)
+    if cheapest_hidden([dense, *(forecast(setting, work, network) for setting in settings)]) is not dense:
+        return ""
+    return (
+        f"uncompressed gradients would hide it as well, at {1e3 * dense.seconds:.0f} ms a step, and train better per "
+        "step: use DDP without thinwire"
     )
 
 

@@ -61,8 +61,9 @@ PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
         lambda: Codec(Adaptive(Payload()), Bits(8)),
     ),
     "update": (
-        "For updates of any optimizer: low-rank projections of the matrices, 0.15 numbers per element in 2 bits.",
-        lambda: Codec(LowRank(0.15), Bits(2)),
+        "For updates of any optimizer: low-rank projections of the matrices, 0.15 numbers per element in 2 bits, more "
+        "with more than four ranks.",
+        lambda: Codec(LowRank(0.15, ranks=4), Bits(2)),
     ),
     "rotate": (
         "For updates of any optimizer: sends a rotating 8 % of the entries in 2 bits; the positions take no bytes.",
@@ -90,11 +91,17 @@ PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
 LOCAL = {"local4": 4, "local16": 16, "local64": 64}
 
 
-def resolve_codec(what: Codec | Selection | float | str) -> Codec:
+def resolve_codec(what: Codec | Selection | float | str, world: int | None = None) -> Codec:
     """Return a new codec for a preset's name, a density, a selection, or another codec, whose settings are copied.
 
-    A density may be text: "0.01" and "1%" are the same. ValueError if there is no such codec.
+    A density may be text: "0.01" and "1%" are the same. With `world`, a selection that depends on the number of ranks
+    is that for so many. ValueError if there is no such codec.
     """
+    codec = _new_codec(what)
+    return codec if world is None else codec.copy(selection=codec.selection.for_ranks(world))
+
+
+def _new_codec(what: Codec | Selection | float | str) -> Codec:
     if isinstance(what, Codec):
         return what.copy()
     if isinstance(what, Selection):

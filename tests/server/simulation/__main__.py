@@ -4,27 +4,58 @@ A failing seed is printed; `--replay SEED` runs it again, event by event the sam
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from functools import partial
 
+from rich.console import Console
+
 from tests.server.simulation.bugs import BUGS
-from tests.server.simulation.schedule import Outcome, run_seed
+from tests.server.simulation.schedule import Outcome, prepare_process, run_seed
+from thinwire.tools.options import LINE_EVERY
+from thinwire.tools.progress import duration, lines_every
 
-_LINE_EVERY = 30.0
 
-
-def outcomes(seeds: range, jobs: int, bug: str | None) -> Iterator[Outcome]:
-    """Run schedules in so many processes."""
+def outcomes(seeds: range, jobs: int, bug: str | None) -> Generator[Outcome, None, None]:
+    """Run schedules in so many processes; yield each outcome when it is known."""
     run = partial(run_seed, bug_name=bug)
     if jobs == 1:
+        gc.freeze()  # what torch has imported stays, so that the collector need not look at it again
         yield from map(run, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(run, seeds, chunksize=20)
+    with multiprocessing.get_context("spawn").Pool(jobs, prepare_process) as pool:
+        yield from pool.imap_unordered(run, seeds)
+
+
+class Totals:
+    """What has happened in all schedules so far."""
+
+    def __init__(self, schedules: int) -> None:
+        self._schedules, self._began = schedules, time.monotonic()
+        self.done = self._steps = self._pushes = self._crashes = 0
+        self._seconds = 0.0  # virtual
+        self.failures: list[int] = []  # seeds
+
+    def add(self, outcome: Outcome) -> None:
+        self.done, self._seconds = self.done + 1, self._seconds + outcome.seconds
+        self._steps, self._pushes = self._steps + outcome.steps, self._pushes + outcome.pushes
+        self._crashes += outcome.crashes
+        if outcome.failure is not None:
+            self.failures.append(outcome.seed)
+
+    def __str__(self) -> str:
+        taken = time.monotonic() - self._began
+        left = f", about {duration(taken / self.done * (self._schedules - self.done))} left" if self.done else ""
+        return (
+            f"{self.done:,} of {self._schedules:,} schedules, {self._seconds / 3600:.1f} simulated hours, "
+            f"{self._steps:,} steps, {self._pushes:,} pushes, {self._crashes:,} crashes of the server, "
+            f"{len(self.failures)} failures; {self.done / taken:.1f} schedules/s{left}"
+        )
 
 
 def main() -> int:
@@ -35,33 +66,29 @@ def main() -> int:
     parser.add_argument("--replay", type=int, help="run this seed alone, and print its digest")
     parser.add_argument("--bug", choices=BUGS, help="let the code have a deliberate bug, and stop when it is found")
     options = parser.parse_args()
+    if options.seeds < 1 or options.jobs < 1:
+        parser.error("--seeds and --jobs count from 1")
     seeds = range(options.first, options.first + options.seeds)
     if options.replay is not None:
         seeds, options.jobs = range(options.replay, options.replay + 1), 1
-    began = said = time.monotonic()
-    failures, virtual, steps, pushes, crashes = [], 0.0, 0, 0, 0
-    for done, outcome in enumerate(outcomes(seeds, options.jobs, options.bug), 1):
-        virtual, steps, pushes = virtual + outcome.seconds, steps + outcome.steps, pushes + outcome.pushes
-        crashes += outcome.crashes
-        if outcome.failure is not None:
-            failures.append(outcome.seed)
-            print(f"seed {outcome.seed} fails: {outcome.failure}", flush=True)
-            if options.bug is not None:
-                print(f"the bug {options.bug} was found in schedule {done}")
-                return 0
-        now = time.monotonic()
-        if now - said > _LINE_EVERY or done == len(seeds):
-            said, rate = now, done / (now - began)
-            left = (len(seeds) - done) / rate
-            print(
-                f"{done:,} of {len(seeds):,} schedules, {virtual / 3600:.1f} simulated hours, {steps:,} steps, "
-                f"{pushes:,} pushes, {crashes:,} crashes of the server, {len(failures)} failures; "
-                f"{rate:.1f} schedules/s, about {left:.0f} s left",
-                flush=True,
-            )
+    totals = Totals(len(seeds))
+    lines = lines_every(LINE_EVERY, lambda: str(totals), Console())
+    try:
+        with lines, closing(outcomes(seeds, options.jobs, options.bug)) as found:
+            for outcome in found:
+                totals.add(outcome)
+                if outcome.failure is not None:
+                    print(f"seed {outcome.seed} fails: {outcome.failure}", flush=True)
+                    if options.bug is not None:
+                        print(f"the bug {options.bug} was found in schedule {totals.done}")
+                        return 0
+    except KeyboardInterrupt:
+        print(f"interrupted: {totals}")
+        return 130
+    print(totals)
     if options.replay is not None:
         print(f"digest {outcome.digest:08x}")
-    return 1 if failures or options.bug is not None else 0
+    return 1 if totals.failures or options.bug is not None else 0
 
 
 if __name__ == "__main__":

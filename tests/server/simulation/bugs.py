@@ -12,7 +12,7 @@ from thinwire.server.protocol import Counter, MessageKind
 from thinwire.server.replicas import LossyReplicas, Replicas
 from thinwire.server.server import Server
 from thinwire.transport.udp import packet
-from thinwire.transport.udp.session import EnvelopeQueue
+from thinwire.transport.udp.session import EnvelopeQueue, ReorderBuffer
 
 Wrap = Callable[..., Callable[..., Any]]
 
@@ -121,6 +121,27 @@ def _end_told_once(on_late_message: Callable[..., None]) -> Callable[..., None]:
     return silent
 
 
+def _gap_hidden(add: Callable[..., bool]) -> Callable[..., bool]:
+    def negligent(self: ReorderBuffer, *arguments: Any, **options: Any) -> bool:
+        highest = self._highest
+        new = add(self, *arguments, **options)
+        if not new:  # a control packet was faster than TCP, which may have lost others before
+            self._highest = highest
+        return new
+
+    return negligent
+
+
+def _old_parameters_sent(changed: Callable[..., None]) -> Callable[..., None]:
+    def lazy(self: Replicas, layer: int, part: int) -> None:
+        body = self._bodies.get((layer, part))
+        changed(self, layer, part)
+        if body is not None:
+            self._bodies[layer, part] = body
+
+    return lazy
+
+
 # By name: the class or module, its method, and what the bug makes of it.
 BUGS: dict[str, tuple[Any, str, Wrap]] = {
     "ack-forgotten": (Membership, "send", _ack_forgotten),
@@ -141,6 +162,8 @@ BUGS: dict[str, tuple[Any, str, Wrap]] = {
     "loss-not-acknowledged": (packet, "missing_ranges", _loss_not_acknowledged),
     "end-marker-forgotten": (EnvelopeQueue, "release", _end_marker_forgotten),
     "end-told-once": (Server, "_on_late_message", _end_told_once),
+    "gap-hidden": (ReorderBuffer, "add", _gap_hidden),
+    "old-parameters-sent": (Replicas, "changed", _old_parameters_sent),
 }
 
 # A seed that finds each of them, for `make test`.
@@ -163,6 +186,8 @@ RECORDED = {
     "loss-not-acknowledged": 12,
     "end-marker-forgotten": 10,
     "end-told-once": 271,
+    "gap-hidden": 1933,
+    "old-parameters-sent": 6,
 }
 
 

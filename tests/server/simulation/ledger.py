@@ -77,7 +77,7 @@ class Ledger:
         self.undone: dict[FrameKey, Accepted] = {}  # accepted by a server that has crashed, after its checkpoint
         self._lost: dict[tuple[str, int], Values] = {}  # of these: what their workers will not send again
         self._acknowledged: set[FrameKey] = set()  # by what workers have received
-        self._seen_left = -1
+        self._seen: tuple[Server | None, int] = None, 0  # the server that was checked last, and how many had left it
         self.steps = 0  # that were complete, in all servers
         self.pushes = 0
 
@@ -145,19 +145,19 @@ class Ledger:
         check(len(pending) <= parts * ahead, "the server keeps too many gradients", len(pending))
         check(not server.membership.outgoing, "the server keeps messages that it could send")
         for member in active.values():
-            pulls = max(len(member.unanswered), len(member.pending), len(member.pool))
-            check(pulls <= parts, "the server keeps too many pulls", member.session)
-            lost = parts * max(4, ahead + 1)
-            check(len(member.lost) <= lost, "the server keeps too much of what a worker lost", member.session)
-        if server.membership.left == self._seen_left:  # the rest belongs to sessions, and none has ended
+            kept = len(member.unanswered) <= parts and len(member.pending) <= parts and len(member.pool) <= parts
+            check(kept, "the server keeps too many pulls", member.session)
+            lost = len(member.lost) <= parts * max(4, ahead + 1)
+            check(lost, "the server keeps too much of what a worker lost", member.session)
+        if self._seen == (server, server.membership.left):  # the rest belongs to sessions, and none has ended
             return
-        self._seen_left = server.membership.left
+        self._seen = server, server.membership.left
         check(server._ready.keys() <= active.keys(), "a worker that has left is still to be answered")
         for place, replicas in server.replicas._at.items():
             check(replicas.keys() <= active.keys(), "the server keeps replicas of workers that have left", place)
         for name in ("_in_flight", "_lost"):
-            kept = getattr(server.replicas, name, {})
-            check(all(session in active for session, _ in kept), "the server keeps what a former worker lost", name)
+            places = getattr(server.replicas, name, {})
+            check(all(session in active for session, _ in places), "the server keeps what a former worker lost", name)
         tickets = getattr(server.replicas, "_tickets", {})
         check(all(each[0] in active for each in tickets.values()), "the server keeps tickets of former workers")
 

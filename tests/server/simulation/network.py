@@ -33,20 +33,23 @@ class Trouble:
 
 
 class Direction:
-    """One direction of a connection, which delivers messages in order unless something goes wrong."""
+    """One direction of a connection, which delivers messages in order unless something goes wrong.
 
-    def __init__(self, events: Events, trouble: Trouble, *, reliable: bool = False) -> None:
-        self._events, self.trouble, self._reliable = events, trouble, reliable
+    packets: a partition loses what is sent meanwhile; otherwise TCP holds it back and repeats it.
+    """
+
+    def __init__(self, events: Events, trouble: Trouble, *, reliable: bool = False, packets: bool = False) -> None:
+        self._events, self.trouble, self._reliable, self._packets = events, trouble, reliable, packets
         self.deliver: Callable[[Parts], None] = lambda parts: None
         self._last = 0.0  # when the newest message arrives
         self._broken = 0  # how often the connection has broken; messages of before are lost
-        self.healed = 0.0  # a network that is partitioned holds messages back until then
+        self.healed = 0.0  # when a partition ends
 
     def send(self, parts: Sequence[Buffer]) -> None:
         """Send a message, which arrives later, twice, out of order or never."""
         message = [bytes(part) for part in parts]
         chance, trouble, now, bad = self._events.chance, self.trouble, self._events.now, not self._reliable
-        if bad and trouble.loss and chance.random() < trouble.loss:
+        if (self._packets and now < self.healed) or (bad and trouble.loss and chance.random() < trouble.loss):
             return
         delay = trouble.delay + trouble.jitter * chance.random()
         arrival = max(now + delay, self.healed + trouble.delay)
@@ -59,6 +62,12 @@ class Direction:
         if broken == self._broken:
             self._events.note(message[0])
             self.deliver([memoryview(part) for part in message])
+
+    def partition(self, seconds: float) -> None:
+        """Let nothing pass for so many seconds."""
+        self.healed = max(self.healed, self._events.now + seconds)
+        if self._packets:
+            self.lose_all()
 
     def lose_all(self) -> None:
         """Lose what is on its way, as when a connection breaks."""
@@ -155,10 +164,10 @@ class TcpLink:
             for parts in waiting:
                 self.up.send(parts)
 
-    def partition(self, seconds: float) -> None:
-        """Let nothing pass for so many seconds; TCP repeats it then."""
-        for way in (self.up, self.down):
-            way.healed = max(way.healed, self.events.now + seconds)
+    def partition(self, seconds: float, *, up: bool = True, down: bool = True) -> None:
+        """Let nothing pass to the server (up), to the worker (down) or both for so many seconds."""
+        for way in [self.up] * up + [self.down] * down:
+            way.partition(seconds)
 
     def server_restarts(self) -> None:
         """The server's process has ended, and another one listens at its address."""
@@ -259,7 +268,7 @@ class UdpLink(TcpLink):
         self.server_side: UdpSide | None = None
         self._early: list[Sequence[Buffer]] = []  # the worker's messages before it has a session
         self._token, self._answer = b"\0", (b"", 0, b"")  # the worker's; and the last one that the server answered
-        self.up_packets, self.down_packets = Direction(events, trouble), Direction(events, trouble)
+        self.up_packets, self.down_packets = (Direction(events, trouble, packets=True) for _ in range(2))
         self.up_packets.deliver = lambda parts: self._packet(self.server, self.server_side, parts)
         self.down_packets.deliver = lambda parts: self._packet(self.worker, self.worker_side, parts)
         self._join()
@@ -361,10 +370,10 @@ class UdpLink(TcpLink):
         for packets in (self.up_packets, self.down_packets):
             packets.lose_all()
 
-    def partition(self, seconds: float) -> None:
-        super().partition(seconds)
-        for packets in (self.up_packets, self.down_packets):
-            packets.lose_all()
+    def partition(self, seconds: float, *, up: bool = True, down: bool = True) -> None:
+        super().partition(seconds, up=up, down=down)
+        for way in [self.up_packets] * up + [self.down_packets] * down:
+            way.partition(seconds)
 
     def server_restarts(self) -> None:
         self.server_side = None

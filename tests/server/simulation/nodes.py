@@ -1,8 +1,9 @@
 """The processes of a schedule: a real server and real clients, which compute, stall, crash and come back."""
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.selection import TopK
 from thinwire.codec.values import Bits, Float32
 from thinwire.errors import ServerError
-from thinwire.server.client import Client, ClientOutgoing
+from thinwire.server.client import Client
 from thinwire.server.protocol import AcceptedPushes, MessageKind, Session, hello_of, parse
 from thinwire.server.replicas import LossyReplicas
 from thinwire.server.schedule import Request
 from thinwire.server.server import Server
+from thinwire.transport.base import Outgoing
 from thinwire.transport.udp.congestion import FairShares
 
 # Seconds between two calls of the server's timer.
@@ -35,6 +37,12 @@ class TinyModel(nn.Module):
         self.a, self.b = nn.Linear(4, 2, bias=False), nn.Linear(3, 1)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
+
+
+@cache
+def _hello() -> dict[str, Any]:
+    """Return what all workers say of their model."""
+    return hello_of(TinyModel(), "", None, "")
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
@@ -189,7 +197,7 @@ class WorkerNode(Node):
         self.token, self.peer = f"worker-{number:08d}", b"peer" + number.to_bytes(4, "little")
         self.model = TinyModel()
         self._shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        hello = {**hello_of(self.model, "", None, self.token), "token": self.token}
+        hello = {**_hello(), "name": self.token, "token": self.token}
         density = events.chance.choice([0.5, 1.0])
         self.codec = Codec(TopK(density), Float32(), min_numel=1)
         self.client = Client(self.model, self.codec, hello, self.now, piece_bytes=link.piece_bytes)
@@ -209,7 +217,7 @@ class WorkerNode(Node):
     def _observe(self) -> None:
         encode = self.client.pushes.encode
 
-        def observed(session: Session, request: Request, budget: int | None, now: float) -> ClientOutgoing:
+        def observed(session: Session, request: Request, budget: int | None, now: float) -> Outgoing:
             pieces = session.layout.layers[request.layer].parts[request.part]
             gradients = self.client.pushes._gradients[request.layer, request.clock]
             total: list[float] = []
@@ -232,18 +240,19 @@ class WorkerNode(Node):
             self.handle(self._pump)
 
     def _receive(self, parts: Sequence[memoryview]) -> None:
-        message, pushes = parse(parts), self.client.pushes
-        before = dict(pushes.unacknowledged) if message.kind in (MessageKind.ACK, MessageKind.WELCOME) else {}
+        kind, pushes = parts[0][5], self.client.pushes
+        before = dict(pushes.unacknowledged) if kind in (MessageKind.ACK, MessageKind.WELCOME) else {}
         try:
             self.client.receive(parts, self.now)
         except ServerError as error:
             check(False, "the server refused an honest worker", self.token, error)
         if before:
-            accepted = AcceptedPushes.read(message.json["accepted"]) if message.kind is MessageKind.WELCOME else None
+            welcome = kind == MessageKind.WELCOME
+            accepted = AcceptedPushes.read(parse(parts).json["accepted"]) if welcome else None
             for layer, part, clock in before.keys() - pushes.unacknowledged.keys():
                 session, number = self._sent_in[layer, part, clock]
                 known = accepted is not None and accepted.session == session and clock < accepted.steps[number]
-                if message.kind is MessageKind.ACK or known:
+                if known or not welcome:
                     self.ledger.on_ack(session, number, clock)
             self.check_settled()
         self._pump()
@@ -260,7 +269,7 @@ class WorkerNode(Node):
                 self.link.worker_sends(out.parts)
             else:
                 head = bytes(out.parts[0])
-                self.client.on_ticket(out, self.link.worker_sends_pieces(head, out.shards))
+                self.client.pushes.on_ticket(out, self.link.worker_sends_pieces(head, out.shards))
         self.link.worker_flushes()
 
     # Training, as `Worker` does it
@@ -307,7 +316,7 @@ class WorkerNode(Node):
                 values = [float(chance.getrandbits(3)) - 3.0 for _ in range(shape.numel())]
                 if chance.random() < 0.01:
                     values[0] = math.nan
-                gradients[name] = torch.tensor(values).view(shape)
+                gradients[name] = torch.frombuffer(array("f", values), dtype=torch.float32).view(shape)
         self.client.push(self._session, layer, self.clock, gradients)
         if layer:
             seconds = 0.1 * self.compute * chance.random()
@@ -351,11 +360,25 @@ class WorkerNode(Node):
                     residual += [0.0] * len(piece) if kept is None else kept.tolist()
                 self.ledger.check_worker(self.token, number, self.given[number], residual)
 
+    def _check_full(self, session: Session, server: Server) -> None:
+        """Where parameters are sent in full, this worker has the server's, unless they have changed since."""
+        for number, (layer, part) in enumerate(session.layout.places()):
+            bound, version = server.clock.bound, session.versions[layer][part]
+            newest = server.replicas._versions[layer, part] if bound is None else server.clock.lowest[number]
+            theirs = server._aggregator.values[layer][part]
+            for piece, values in zip(session.layout.layers[layer].parts[part], theirs, strict=True):
+                mine = self.client.parameters.rows[piece.parameter][piece.begin : piece.end]
+                same = version != newest or torch.equal(mine, values)
+                check(same, "a worker differs from the server", self.token, layer, part)
+
     def check_replica(self, server: Server) -> None:
         """When no reply is on its way, this worker has what the server's replica of it has, but for what is owed."""
         session = self.client.session
         member = None if session is None else server.membership.active.get(session.number)
-        if session is None or member is None or member.pool.in_flight or not server.replicas.deltas:
+        if session is None or member is None or member.pool.in_flight:
+            return
+        if not server.replicas.deltas:
+            self._check_full(session, server)
             return
         lossy = server.replicas if isinstance(server.replicas, LossyReplicas) else None
         for layer, part in session.layout.places():
@@ -365,7 +388,7 @@ class WorkerNode(Node):
             owed = {} if lossy is None else lossy._lost.get((session.number, (layer, part)), {})
             pieces = session.layout.layers[layer].parts[part]
             for i, (piece, theirs) in enumerate(zip(pieces, replica.values, strict=True)):
-                mine = self.client.parameters.row(piece.parameter).tolist()[piece.begin : piece.end]
+                mine = self.client.parameters.rows[piece.parameter].tolist()[piece.begin : piece.end]
                 free = owed[i].tolist() if i in owed else ()
                 same = all(a == b or j in free for j, (a, b) in enumerate(zip(mine, theirs.tolist(), strict=True)))
                 check(same, "a worker differs from its replica", self.token, layer, part)

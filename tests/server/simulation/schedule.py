@@ -1,7 +1,9 @@
 """One schedule: a seed chooses the server, the workers, the network and the faults, and everything is checked."""
 
+import gc
 import logging
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,8 +95,10 @@ class Schedule:
         return self.events.chance.choice(live) if live else None
 
     def start_worker(self) -> None:
-        if len(self.live()) >= _MOST_WORKERS:
-            return
+        if len(self.live()) < _MOST_WORKERS:
+            self._add_worker()
+
+    def _add_worker(self) -> None:
         link = new_link(self.events, self.trouble, self._transport)
         worker = WorkerNode(self.events, self.ledger, link, len(self.workers), self._compute)
         worker.paused = self._paused
@@ -128,7 +132,8 @@ class Schedule:
 
     def _partition(self) -> None:
         if (worker := self._any()) is not None:
-            worker.link.partition(self.events.chance.uniform(0.2, 5.0))
+            up, down = self.events.chance.choice([(True, True), (True, True), (True, False), (False, True)])
+            worker.link.partition(self.events.chance.uniform(0.2, 5.0), up=up, down=down)
 
     def _slow(self) -> None:
         if (worker := self._any()) is not None:
@@ -166,8 +171,8 @@ class Schedule:
         events.run(began + _FAULTS)
         self._calm()
         server = self.server.server  # before training has begun, it waits for so many workers
-        while len(self.staying()) < (1 if server.started or server.clock.step else server.expect):
-            self.start_worker()
+        while len(self.staying()) < (1 if server.membership.started or server.clock.step else server.expect):
+            self._add_worker()  # however many are still about to leave
         if events.seed % 4 != 3:  # in the others training ends while sessions may be broken
             self._check_progress()
             self._check_quiet()
@@ -257,3 +262,12 @@ def run_seed(seed: int, bug_name: str | None = None) -> Outcome:
     finally:
         torch.set_num_threads(threads)
         logging.disable(disabled)
+
+
+def prepare_process() -> None:
+    """Prepare a process of a pool for schedules. Ctrl-C is for the process that started it, which then ends this one.
+
+    This cannot be in `__main__`, which such a process does not import.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # what torch has imported stays, so that the collector need not look at it again

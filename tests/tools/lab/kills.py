@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import track
 
 from thinwire.tools.lab import registry
+from thinwire.tools.progress import WorkProgress
 
 MARK = "THINWIRE_KILLS"
 # An owner that builds, uses, changes and closes labs in turn. All of this happens within the first seconds.
@@ -117,17 +117,19 @@ def main(
     registry.clean()  # labs that were killed before this run do not count
     mark, waits = str(os.getpid()), random.Random(seed)
     before = {**machine(), "namespaces": namespaces()}
-    for number in track(range(runs), description="killing labs"):
-        wait = waits.uniform(0, _LONGEST)
-        one_kill(mark, number, wait)
-        processes = left_over(mark)
-        after, recorded = settled(before), registry.clean()
-        if processes or recorded or before != after:
-            print(f"kill {number}, {_SIGNALS[number % len(_SIGNALS)].name} after {wait:.3f} s, left something:")
-            print(f"processes left: {processes}; run files left: {recorded}")
-            for name in (name for name in before if before[name] != after[name]):
-                print(f"{name}: {before[name]} became {after[name]}")
-            raise typer.Exit(1)
+    with WorkProgress("killing labs", runs) as progress:
+        for number in range(runs):
+            wait = waits.uniform(0, _LONGEST)
+            one_kill(mark, number, wait)
+            processes = left_over(mark)
+            after, recorded = settled(before), registry.clean()
+            if processes or recorded or before != after:
+                print(f"kill {number}, {_SIGNALS[number % len(_SIGNALS)].name} after {wait:.3f} s, left something:")
+                print(f"processes left: {processes}; run files left: {recorded}")
+                for name in (name for name in before if before[name] != after[name]):
+                    print(f"{name}: {before[name]} became {after[name]}")
+                raise typer.Exit(1)
+            progress.advance(figures=f"{number + 1} of {runs}")
     print(f"{runs} labs killed: no process, namespace, device or run file is left.")
 
 

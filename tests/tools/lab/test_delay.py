@@ -115,6 +115,25 @@ def test_nothing_is_lost_and_nothing_overtakes_while_delays_change() -> None:
     assert (figures.packets, figures.dropped) == (count, 0)
 
 
+def test_no_packet_is_dropped_when_a_delay_becomes_shorter() -> None:
+    """Packets that wait for the longer delay are more than a line with the shorter delay has room for."""
+    with Lab(2, rate="100mbit", delay="400ms", delay_line=True) as lab, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(loss, lab, 0, 1, count=12_000, per_second=12_000)
+        while not sending.done() and figures_now(lab).packets == 0:
+            time.sleep(0.01)
+        for host in range(2):
+            lab.set_delay(host, "1ms")
+        sending.result()
+        assert figures_now(lab).dropped == 0
+
+
+def figures_now(lab: Lab) -> DelayFigures:
+    """Return the figures of a lab's delay line."""
+    figures = lab.delay_figures()
+    assert figures is not None
+    return figures
+
+
 def test_packets_beyond_the_room_are_dropped_and_counted() -> None:
     sent = 3000
     with Lab(2, delay="300ms", delay_line=True) as lab:

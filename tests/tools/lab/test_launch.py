@@ -50,6 +50,14 @@ def test_output_arrives_line_by_line_with_its_host() -> None:
         assert [line for at, line in lines if at == host] == [f"out {host}", f"err {host}", "no newline"]
 
 
+def test_output_without_line_breaks_is_divided() -> None:
+    with Lab(1) as lab:
+        result = lab.run(["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x; echo; echo end"])
+    *long, last = result.hosts[0].lines
+    assert last == "end" and "".join(long) == "x" * 3_000_000
+    assert len(long) > 1 and max(map(len, long)) < 2_000_000
+
+
 def test_the_first_failure_decides_and_the_others_are_ended() -> None:
     with Lab(3) as lab:
         result = lab.run(["sh", "-c", "[ $RANK = 1 ] && exit 7; sleep 600"], grace=0.2)

@@ -75,7 +75,7 @@ def test_tables_state_the_cost_of_the_delay_line() -> None:
     [
         ([], [LinkSettings("100mbit", "0", "0%")]),
         (["--preset", "wan"], [LinkSettings("100mbit", "25ms", "0.01%")]),
-        (["--preset", "home", "--rate", "1gbit", "--loss", "0%"], [LinkSettings("1gbit", "15ms", "0%")]),
+        (["--preset", "home", "--rate", "80mbit", "--loss", "0%"], [LinkSettings("80mbit", "15ms", "0%")]),
         (["--preset", "wan", "--delay", "0"], [LinkSettings("100mbit", "0", "0.01%")]),
         (["--rate", "none", "--delay", "0,5ms"], [LinkSettings(None, "0", "0%"), LinkSettings(None, "5ms", "0%")]),
         (["--host-delay", "1=2ms", "--host-delay", "2=3ms"],

@@ -1,17 +1,20 @@
 """The benchmarks' verdicts and mistakes; what they measure is put in their place, for tests assert no times."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.needs import needs
+from thinwire.errors import LabError
 from thinwire.tools.bench import BenchLab, advice, fsdp, judge, local, server, udp
 from thinwire.tools.bench import codec as bars
 from thinwire.tools.bench import codec as show
 from thinwire.tools.bench.codec import BARS_FOR, Bar, CodecRow
 from thinwire.tools.cli import run
+from thinwire.tools.lab.lab import Lab
 from thinwire.tools.lab.links import DelayCost, LinkSettings
 
 
@@ -85,15 +88,23 @@ def test_a_missed_bar_of_the_other_benchmarks_is_the_exit_code(
     assert run(["bench", "advice", "--workers", "4", "--rates", "1gbit"]) == 0
 
 
-def ddp_records(lab: BenchLab, hosts: int, *_: object, **__: object) -> list[tuple[str, dict[str, Any]]]:
-    """What two methods would measure: topk1 waits for a round trip and sends 125 kB, a hundredth of a second."""
+def ddp_records(
+    lab: BenchLab, hosts: int, argv: list[str], *_: object, **__: object
+) -> list[tuple[str, dict[str, Any]]]:
+    """What methods would measure: topk1 waits for a round trip and sends 125 kB, a hundredth of a second.
+
+    With `+scatter-reduce` its step takes 20 ms longer.
+    """
     lab.costs.append(DelayCost(0.02, 0.3, 1000, 0) if lab.links.delayed else None)
     trip = 2 * lab.links.seconds
     common: dict[str, Any] = {"received": 1000.0, "hook_cpu": 0.001, "rank": 0, "round": 0, "messages": 2.0}
     infinite = {"method": "infinite", "step": 0.1, "sent": 100.0, "exchange": "", "round_trips": None, "cpu": 0.05}
-    topk = {"method": "topk1", "step": 0.11 + trip, "sent": 125e3, "exchange": "Gather()", "round_trips": 1.0}
-    topk["cpu"] = 0.05 + 0.001125 * hosts
-    return [("ROW", {**common, **row}) for row in (infinite, topk)]
+    rows = [infinite]
+    for name in (name for name in json.loads(argv[1])["methods"] if name != "infinite"):
+        step = (0.13 if name.endswith("+scatter-reduce") else 0.11) + trip
+        topk = {"method": name, "step": step, "sent": 125e3, "exchange": "Gather()", "round_trips": 1.0}
+        rows.append({**topk, "cpu": 0.05 + 0.001125 * hosts})
+    return [("ROW", {**common, **row}) for row in rows]
 
 
 def test_several_delays_are_one_file_and_a_table_each(
@@ -120,6 +131,20 @@ def test_several_delays_are_one_file_and_a_table_each(
     assert json.loads(file.read_text())["rows"][1]["name"] == "topk1"
 
 
+@pytest.mark.parametrize(
+    ("methods", "missed"), [("topk1+gather", 0), ("topk1,topk1+gather,topk1+scatter-reduce,topk0.1+scatter-reduce", 1)]
+)
+def test_steps_with_a_delay_are_judged_for_topk1_with_any_exchange(
+    methods: str, missed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(BenchLab, "run", ddp_records)
+    words = ["bench", "ddp", "--workers", "2", "--rate", "100mbit", "--delay", "10ms", "--methods", methods]
+    assert run(words) == missed
+    judged = methods.count("topk1")
+    last = f"1 of {judged} bars missed." if missed else f"none of {judged} bars missed."
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+
 def test_processor_time_beyond_the_infinite_network_has_bars(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +154,7 @@ def test_processor_time_beyond_the_infinite_network_has_bars(
     assert "met    topk1: 4.50 ms of CPU time beyond the infinite network (bar 4.5 ms)" in capsys.readouterr().out
     assert run([*words, "14"]) == 1
     assert "MISSED topk1: 15.75 ms of CPU time beyond the infinite network (bar 6.0 ms)" in capsys.readouterr().out
+    monkeypatch.setattr(LinkSettings, "check", lambda *_: None)  # a delay line does not carry 14 such links
     assert run([*words, "14", "--delay", "10ms"]) == 0  # bars hold without a delay
 
 
@@ -222,6 +248,47 @@ def test_mistakes_are_found_before_a_lab_is_built(
     assert run(["bench", *arguments]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert word in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "udp", "--only", "loss"], "loss, 5 hosts: the links carry 500mbit"),
+        (["bench", "udp", "--only", "fair,incast"], "incast, 14 hosts: the links carry 1400mbit"),
+        (["bench", "ddp", "--workers", "5", "--rate", "100mbit"], "the links carry 500mbit"),
+        (["bench", "advice", "--workers", "4,5", "--rates", "100mbit"], "the links carry 500mbit"),
+        (["bench", "local", "--rates", "50mbit,200mbit"], "the links carry 800mbit"),
+        (
+            ["bench", "server", "--rate", "20mbit", "--only", "policies,trips"],
+            "trips, 14 hosts: the links carry 1400mbit",
+        ),
+        (["race", "digits", "--workers", "5", "--rate", "100mbit"], "the links carry 500mbit"),
+    ],
+)
+def test_links_that_cannot_be_delayed_are_refused_before_anything_is_measured(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs("delay")
+    monkeypatch.setattr("thinwire.tools.lab.lab.Lab._shape", without_netem(Lab._shape))
+
+    def measure(*_: object, **__: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr("thinwire.tools.lab.lab.Lab.run", measure)
+    delays = "25ms" if "local" in arguments else "0,25ms"
+    assert run([*arguments, "--delay", delays]) != 0
+    assert words in capsys.readouterr().err
+
+
+def without_netem(shape: Callable[[Lab], None]) -> Callable[[Lab], None]:
+    """A kernel that has no netem."""
+
+    def shaped(lab: Lab) -> None:
+        if lab._netem_delay:
+            raise LabError("the kernel refused to use the queue netem")
+        shape(lab)
+
+    return shaped
 
 
 @pytest.mark.parametrize(("ratio", "code"), [(1.24, 0), (1.26, 1)])

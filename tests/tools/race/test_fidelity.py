@@ -108,6 +108,7 @@ def _one_thread() -> Iterator[None]:
         "update:lowrank=0.2",
         "local4:lowrank=0.5:4",
         "diloco4",
+        "local4:dense",
     ],
 )
 def test_every_method_learns(method: str) -> None:
@@ -118,6 +119,7 @@ def test_every_method_learns(method: str) -> None:
     assert jobs.accuracy(trained.model) > untrained + 0.1
     dense = 64 * 2 / 3
     assert trained.bits == dense if method == "dense" else trained.bits < dense / 3
+    assert trained.bits == dense / 4 or method not in ("diloco4", "local4:dense")
 
 
 def test_unknown_methods_are_refused() -> None:
@@ -125,8 +127,8 @@ def test_unknown_methods_are_refused() -> None:
         training("ring", recipe(), seed=0, workers=2, lr=0.1, steps=1)
 
 
-def write(folder: Path, run: FidelityRun, loss: float) -> None:
-    row = {"run": vars(run), "loss": loss, "curve": [[run.steps, loss]], "bits": 0.5}
+def write(folder: Path, run: FidelityRun, loss: float, bits: float = 0.5) -> None:
+    row = {"run": vars(run), "loss": loss, "curve": [[run.steps, loss]], "bits": bits}
     (folder / run.file).write_text(json.dumps(row))
 
 
@@ -153,18 +155,28 @@ def test_parts_build_on_each_other_and_bars_are_judged(tmp_path: Path, capsys: p
 
 
 def test_local_steps_are_searched_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A search over rates, three seeds at the best rate, and then the bars."""
-    method, other = "local16:lowrank=0.6:2:256", "diloco16"
-    for run in fidelity.wanted("local", (method, other), Results(tmp_path)):
+    """A search over rates, three seeds at the best rate, and then the bars, of which each limits loss and bits."""
+    method, *others = "local16:lowrank=0.6:2:256", "diloco16", "local16:dense"
+    for run in fidelity.wanted("local", (method, *others), Results(tmp_path)):
         assert run.steps == 800
         write(tmp_path, run, 1.5 + abs(run.lr - 4e-3))
-    seeds = [r for r in fidelity.wanted("local", (method, other), Results(tmp_path)) if r.steps == 1500]
-    assert len(seeds) == 6 and {run.lr for run in seeds} == {4e-3}
-    for run in seeds:
-        write(tmp_path, run, 1.1 if run.method == method else 1.0)
-    assert fidelity.run(tmp_path, [], fidelity.METHODS, 1, None, None) == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "MISSED every=16 at 1/16 of the bytes of DiLoCo: +10.0% (bar +1.0%)" in shown
+    seeds = [r for r in fidelity.wanted("local", (method, *others), Results(tmp_path)) if r.steps == 1500]
+    assert len(seeds) == 9 and {run.lr for run in seeds} == {4e-3}
+
+    def judged(bits: float, losses: dict[str, float]) -> str:
+        for run in seeds:
+            write(tmp_path, run, losses[run.method], bits if run.method == method else 3.0)
+        missed = fidelity.run(tmp_path, [], fidelity.METHODS, 1, None, None)
+        said = " ".join(capsys.readouterr().out.split())
+        assert missed == ("MISSED" in said)
+        assert "open every=4 at the bytes of every=1: its runs are missing" in said
+        return said
+
+    what = "every=16 at 1/16 of the bytes of the best uncompressed:"
+    good, better = {method: 1.1, "diloco16": 1.1}, "against local16:dense, with 4.00% of its bytes (bar 6.25%)"
+    assert f"MISSED {what} +10.0% (bar +1.0%) {better}" in judged(0.12, {**good, "local16:dense": 1.0})
+    assert f"met {what} +0.0% (bar +1.0%) against diloco16" in judged(0.12, {**good, "local16:dense": 1.2})
+    assert f"MISSED {what} +0.0%" in judged(0.24, {**good, "local16:dense": 1.2})
 
 
 def test_a_run_writes_its_file_once_and_says_how_far_it_is(
@@ -200,3 +212,9 @@ def test_values_are_judged_by_the_means_of_all_seeds(tmp_path: Path, capsys: pyt
     }
     assert "MISSED gpt: loss of unary against topk1" in capsys.readouterr().out
     assert not [run for run in fidelity.wanted("values", (), Results(tmp_path)) if run not in Results(tmp_path).rows]
+
+
+def test_the_committed_runs_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[3] / "results" / "fidelity"
+    assert fidelity.run(folder, [], fidelity.METHODS, 1, None, None) in (0, 1)
+    assert "MISSED" in capsys.readouterr().out

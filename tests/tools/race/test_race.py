@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import typer
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
 from tests.cluster import Cluster, printed
 from tests.needs import needs, small_disk
 from thinwire import attach
@@ -218,6 +220,24 @@ def test_warnings_of_ranks_are_shown() -> None:
 
 
 @pytest.mark.long
+def test_local_steps_and_their_tuner_train_over_emulated_links(tmp_path: Path) -> None:
+    """`local4` exchanges every four steps; `auto` exchanges its first steps, and then takes local steps."""
+    needs("lab")
+    words = ["--rate", "2mbit", "--methods", "local4,auto", "--max-steps", "14", "--evaluate-every", "14"]
+    run("race", "gpt", "--workers", "2", *words, "--batch", "2", "--json", "race.json", "--logs", "logs", cwd=tmp_path)
+    figures = json.loads((tmp_path / "race.json").read_text())
+    assert [method["name"] for method in figures["methods"]] == ["local4", "auto"]
+    assert all(method["test_metric"] < 4.2 for method in figures["methods"])  # 4.7 in the first step
+    local, auto = (
+        [s.bytes_sent for s in read_log(tmp_path / "logs" / f"{name}-0.jsonl").steps if s.rank == 0]
+        for name in ("local4", "auto")
+    )
+    exchange = 813_312 * 0.6 * 2 / 8  # 0.6 numbers per element in 2 bits
+    assert max(local[:3]) < 0.1 * exchange and exchange < sum(local) < 5.0 * exchange
+    assert min(auto[:5]) > 20_000 and sum(sent < 5_000 for sent in auto[6:]) >= 4
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("server", [[], ["--server"]], ids=["ddp", "server"])
 def test_a_training_goes_on_when_the_disk_is_full(tmp_path: Path, server: list[str]) -> None:
     (tmp_path / "run.toml").write_text("[output]\nevents = 'run.jsonl'\n[training]\nevaluate_every = 2\n")
@@ -260,6 +280,11 @@ def test_the_verdict_says_what_was_not_measured() -> None:
     assert said.startswith("Not decided") and "no target was set" in said and "has only 90.0 % accuracy" in said
     assert "no method reached 96.0 % accuracy" in result(*never).verdict()
     assert result(SPARSE).verdict().startswith("Not decided")
+
+
+def test_figures_tell_the_versions_that_made_them() -> None:
+    figures = result(DENSE, SPARSE).to_json()
+    assert (figures["version"], figures["python"]) == (thinwire.__version__, platform.python_version())
 
 
 def test_the_results_table_fits_80_columns() -> None:

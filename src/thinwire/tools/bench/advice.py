@@ -63,7 +63,7 @@ def check_places(workers: list[str], rates: list[str], delays: list[str], loss: 
     settings = [LinkSettings(rate, delay, loss) for rate in rates for delay in delays]
     places = [(int(number), links) for number in workers for links in settings]
     for number, links in places:
-        links.lab(number)  # checks its arguments; the lab is built when it is entered
+        links.check(number)
     return places
 
 

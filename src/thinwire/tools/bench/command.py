@@ -34,6 +34,14 @@ def _parts(only: str, known: tuple[str, ...]) -> list[str]:
     return parts
 
 
+def _network(context: typer.Context, preset: str | None, rates: str, delay: str) -> tuple[str, str, str]:
+    """Return rates, delays and loss: what was typed, else the preset's figures, else the options' defaults."""
+    if preset is None:
+        return rates, delay, "0%"
+    figures, fixed = find_preset(preset), typed(context, ["rates", "delay"])
+    return rates if "rates" in fixed else figures.rate, delay if "delay" in fixed else figures.delay, figures.loss
+
+
 def _method_names(methods: str) -> list[str]:
     from thinwire.tools.race.methods import check_method
 
@@ -118,7 +126,9 @@ def fsdp_command(
 
 @app.command("local")
 def local_command(
+    context: typer.Context,
     workers: Annotated[int, typer.Option(min=2, help="Workers, each on an emulated host.")] = 4,
+    preset: Preset = None,
     rates: Annotated[str, typer.Option(help="Rates of every link, comma-separated.")] = "50mbit,20mbit",
     delay: Annotated[str, typer.Option(help="One-way delay between two hosts: 25ms.")] = "25ms",
     only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(_LOCAL_PARTS)}.")] = ",".join(_LOCAL_PARTS),
@@ -144,8 +154,10 @@ def local_command(
         raise ValueError(f"--methods takes presets with local steps, {', '.join(LOCAL)}, not {methods!r}")
     if recipe not in _GPTS:
         raise ValueError(f"--recipe takes gpt or gpt-10m, not {recipe!r}")
-    links = [LinkSettings(None if rate == "none" else rate, delay) for rate in _listed(rates)]
-    links[0].lab(workers)  # checks its arguments; nothing is built
+    rates, delay, loss = _network(context, preset, rates, delay)
+    links = [LinkSettings(None if rate == "none" else rate, delay, loss) for rate in _listed(rates)]
+    for each in links:
+        each.check(workers)
     settings = LocalSettings(recipe, tuple(names), batch, max(base, 1e-3), turns, rounds, seconds, slower)
     return run(_parts(only, _LOCAL_PARTS), workers, links, settings, json_file)
 
@@ -167,11 +179,7 @@ def advice_command(
     from thinwire.tools.bench.advice import check_places, run
 
     options = {"methods": _method_names(methods), "batch": batch, "steps": steps, "rounds": rounds, "warmup": 3}
-    loss = "0%"
-    if preset is not None:
-        figures, fixed = find_preset(preset), typed(context, ["rates", "delay"])
-        rates, delay = rates if "rates" in fixed else figures.rate, delay if "delay" in fixed else figures.delay
-        loss = figures.loss
+    rates, delay, loss = _network(context, preset, rates, delay)
     return run(check_places(_listed(workers), _listed(rates), _listed(delay), loss), options, json_file)
 
 
@@ -180,7 +188,9 @@ def server_command(
     context: typer.Context,
     workers: Annotated[int, typer.Option(min=2, help="Workers; the server has one more emulated host.")] = 13,
     preset: Preset = None,
-    rate: Rate = "500mbit",
+    rate: Annotated[
+        str, typer.Option(help="Rate of the links; policies and trips have 100mbit, stragglers 1gbit without delay.")
+    ] = "500mbit",
     delay: Delays = "0",
     host_delay: HostDelay = None,
     loss: Loss = "0%",
@@ -192,13 +202,14 @@ def server_command(
     """Measure phases, stragglers, scheduling policies and round trips of the parameter server on emulated hosts."""
     from thinwire.tools.bench.server import run
 
-    return run(_parts(only, _SERVER_PARTS), workers, link_settings(context, workers + 1), steps, seconds, json_file)
+    return run(_parts(only, _SERVER_PARTS), workers, link_settings(context), steps, seconds, json_file)
 
 
 @app.command("udp")
 def udp_command(
     context: typer.Context,
     only: Annotated[str, typer.Option(help=f"Parts to run: {', '.join(_UDP_PARTS)}.")] = ",".join(_UDP_PARTS),
+    workers: Annotated[int, typer.Option(min=2, help="Workers of the training; the server has one more host.")] = 4,
     preset: Preset = None,
     rate: Rate = "100mbit",
     delay: Delays = "0",
@@ -215,7 +226,7 @@ def udp_command(
     losses = network_figures(context)["loss"]
     # The shares of --loss are for its part; a preset's loss is the network's.
     settings = link_settings(context, loss="0%" if preset is None or typed(context, ["loss"]) else losses)
-    return run(_parts(only, _UDP_PARTS), settings, _listed(losses), steps, seconds, fuzzed, json_file)
+    return run(_parts(only, _UDP_PARTS), workers, settings, _listed(losses), steps, seconds, fuzzed, json_file)
 
 
 @app.command("fidelity")

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from thinwire.errors import LabError
 from thinwire.server.server import Server
 from thinwire.server.worker import Worker
 from thinwire.tools.bench import BenchLab, Record, judge
@@ -130,27 +131,40 @@ def run(
 
     Returns 1 if a bar was missed.
     """
+    for part in parts:
+        hosts = 1 + max(each.workers for each in server_runs(part, workers, steps, seconds))
+        for links in settings:
+            try:
+                links_of(part, links).check(hosts)
+            except LabError as error:
+                raise LabError(f"{part}, {hosts} hosts: {error}") from None
     figures = [_run_parts(parts, workers, BenchLab(links), steps, seconds) for links in settings]
     compared = _compare_trips(settings, [each.get("trips", []) for each in figures], workers + 1)
     write_json(json_file, by_delay(figures))
     return judge(zip(settings, (each["bars"] for each in figures), strict=True), "x", compared)
 
 
+def links_of(part: str, links: LinkSettings) -> LinkSettings:
+    """Return the links of a part: those that are asked for, of which some parts replace the rate."""
+    if part in ("policies", "trips"):
+        return replace(links, rate="100mbit")
+    # A delay line cannot carry gigabits.
+    return replace(links, rate="1gbit") if part == "stragglers" and not links.delayed else links
+
+
 def _run_parts(parts: list[str], workers: int, lab: BenchLab, steps: int, seconds: float) -> dict[str, Any]:
     figures: dict[str, Any] = {"workers": workers, "bars": {}}
     console = Console()
-    # A delay line cannot carry gigabits.
-    quick = lab if lab.links.delayed else lab.at(rate="1gbit")
-    slow = lab.at(rate="100mbit")
-    for part, title, used, measure in (
-        ("phases", f"{workers} workers {lab.links}, milliseconds", lab, _phases),
-        ("stragglers", f"4 workers {quick.links}, steps of at least 100 ms", quick, _stragglers),
-        ("policies", f"2 workers {slow.links}, slow first layer, milliseconds", slow, _policies),
-        ("trips", f"{workers} workers {slow.links}, 1.1 million parameters, milliseconds", slow, _trips),
+    for part, count, what, measure in (
+        ("phases", workers, "milliseconds", _phases),
+        ("stragglers", 4, "steps of at least 100 ms", _stragglers),
+        ("policies", 2, "slow first layer, milliseconds", _policies),
+        ("trips", workers, "1.1 million parameters, milliseconds", _trips),
     ):
         if part in parts:
+            used = BenchLab(links_of(part, lab.links), lab.costs)
             figures[part] = measure(used, server_runs(part, workers, steps, seconds), figures["bars"])
-            console.print(_table(title, figures[part], lab.note))
+            console.print(_table(f"{count} workers {used.links}, {what}", figures[part], lab.note))
         for row in figures[part] if part == "stragglers" and part in parts else []:
             curve = ", ".join(f"{value:.3f} at {at:.1f} s" for at, value in row["curve"])
             console.print(f"accuracy over time, {row['run']}: {curve}", highlight=False)
@@ -321,7 +335,7 @@ def serve(run: dict[str, Any], address: str) -> None:
             with torch.no_grad():
                 record["accuracy"] = float((model(x[1300:]).argmax(1) == y[1300:]).float().mean())
         print("APPLIED " + json.dumps(record), flush=True)
-        if run["seconds"] and time.monotonic() - server.started_at > run["seconds"]:
+        if run["seconds"] and time.monotonic() - server.membership.started_at > run["seconds"]:
             server.stop("time")
 
     server = Server(

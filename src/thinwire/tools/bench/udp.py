@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from thinwire import _native
+from thinwire.errors import LabError
 from thinwire.tools.bench import BenchLab, Record, judge
 from thinwire.tools.bench.server import ServerRun, mean_step, measure_runs, of_run
 from thinwire.tools.lab.links import LinkSettings
@@ -38,6 +39,7 @@ from thinwire.transport.udp.socket import PacketReceiver, SocketThread, open_soc
 _ROUNDS, _LITTLE = 5, 0.05
 # Datagrams of a message, and messages that may be unacknowledged: enough for long round trips.
 _PIECES, _WINDOW = 64, 16
+_INCAST = 13  # senders to one receiver
 Bars = dict[str, tuple[float, float]]
 
 
@@ -46,6 +48,7 @@ _ALONE = ("fuzz", "sender")  # parts that use no emulated network
 
 def run(
     parts: list[str],
+    workers: int,
     settings: list[LinkSettings],
     losses: list[str],
     steps: int,
@@ -55,8 +58,14 @@ def run(
 ) -> int:
     """Run the parts with each of the links' settings, print their figures and bars, and write them.
 
-    Returns 1 if a bar was missed. Parts without a network run once.
+    workers: of the training runs, besides the server. Returns 1 if a bar was missed. Parts without a network run once.
     """
+    for part, hosts in (("loss", 1 + workers), ("fair", 3), ("incast", 1 + _INCAST)):
+        for links in settings if part in parts else []:
+            try:
+                links.check(hosts)
+            except LabError as error:
+                raise LabError(f"{part}, {hosts} hosts: {error}") from None
     if "incast" in parts and parse_rates(settings[0].rate).down is None:
         raise ValueError("incast needs a limited --rate: give one, or leave incast out of --only")
     for share in losses if "loss" in parts else []:
@@ -64,7 +73,8 @@ def run(
     alone = _run_alone(parts, fuzzed)
     sections = [(LinkSettings(), alone)]
     if not set(parts) <= set(_ALONE):
-        sections += [(links, _run_parts(parts, BenchLab(links), losses, steps, seconds)) for links in settings]
+        for links in settings:
+            sections.append((links, _run_parts(parts, workers, BenchLab(links), losses, steps, seconds)))
     first, *rest = [figures for _, figures in sections]
     bars = {**first["bars"], **(rest[0]["bars"] if len(rest) == 1 else {})}
     write_json(json_file, {**first, **(by_delay(rest) if rest else {}), "bars": bars})
@@ -87,16 +97,22 @@ def _run_alone(parts: list[str], fuzzed: int) -> dict[str, Any]:
     return figures
 
 
-def _run_parts(parts: list[str], lab: BenchLab, losses: list[str], steps: int, seconds: float) -> dict[str, Any]:
+def _run_parts(
+    parts: list[str], workers: int, lab: BenchLab, losses: list[str], steps: int, seconds: float
+) -> dict[str, Any]:
     """Run the parts that use an emulated network."""
     bars: Bars = {}
     figures: dict[str, Any] = {"bars": bars}
-    if "incast" in parts:  # first, because a delay line refuses so many fast links
-        figures["incast"] = _flows(lab, 13, 0, seconds)
+    if "incast" in parts:
+        figures["incast"] = _flows(lab, _INCAST, 0, seconds)
         total = sum(figures["incast"]["mbit"].values())
-        bars["13 senders fill the link to one receiver"] = total / (1e-6 * (parse_rates(lab.links.rate).down or 1)), 0.7
+        bars[f"{_INCAST} senders fill the link to one receiver"] = (
+            total / (1e-6 * (parse_rates(lab.links.rate).down or 1)),
+            0.7,
+        )
     if "loss" in parts:
-        figures["loss"] = _loss(lab, losses, steps, bars)
+        figures["workers"] = workers
+        figures["loss"] = _loss(lab, workers, losses, steps, bars)
     if "fair" in parts:
         figures["fair"] = {control: _flows(lab, 1, 1, seconds, control) for control in _controls()}
         for control, flows in figures["fair"].items():
@@ -110,14 +126,16 @@ def _run_parts(parts: list[str], lab: BenchLab, losses: list[str], steps: int, s
     return {**figures, **lab.to_json()}
 
 
-def _loss(lab: BenchLab, losses: list[str], steps: int, bars: Bars) -> list[dict[str, Any]]:
+def _loss(lab: BenchLab, workers: int, losses: list[str], steps: int, bars: Bars) -> list[dict[str, Any]]:
     transports = {"tcp": ("tcp", "restore"), "udp restore": ("udp", "restore"), "udp ignore": ("udp", "ignore")}
     rows: list[dict[str, Any]] = []
     for share in losses:
         # The transports take turns, so that other programs on the machine affect all of them.
         rounds = range(_ROUNDS if parse_loss(share) <= _LITTLE else 1)
         runs = [
-            ServerRun(f"{name} {i}", "wide", 4, batch=32, lr=0.1, steps=steps, transport=transport, on_loss=on_loss)
+            ServerRun(
+                f"{name} {i}", "wide", workers, batch=32, lr=0.1, steps=steps, transport=transport, on_loss=on_loss
+            )
             for i in rounds
             for name, (transport, on_loss) in transports.items()
         ]
@@ -182,7 +200,7 @@ def _fuzz(count: int) -> dict[str, Any]:
         refused["malformed"] += parts is None
         return parts is not None and receiver.receive([(parts, origin, 0.0)], 0.0)
 
-    true = theirs.encryptor.encrypt_all(_native.pack_data(1, 0, 8, b"head", [bytes(400)] * 8, 0.0, 0))
+    true = theirs.encryptor.encrypt(_native.pack_data(1, 0, 8, b"head", [bytes(400)] * 8, 0.0, 0))
     receive(true[0], b"theirs")
     chance, changed, began = random.Random(0), 0, time.perf_counter()
     with WorkProgress(f"{count:,} forged datagrams", count) as progress:
@@ -218,7 +236,7 @@ def _sender(seconds: float = 2.0) -> dict[str, float]:
         while time.thread_time() - began < seconds:
             # The pacer sends this many datagrams at once.
             message = OutgoingMessage(1, b"head", [bytes(1300)] * BURST, 0)
-            datagrams = session.encryptor.encrypt_all(message.packet_contents(BURST, time.time()))
+            datagrams = session.encryptor.encrypt(message.packet_contents(BURST, time.time()))
             thread.send_packets(session, datagrams)
             sent += sum(map(len, datagrams))
         spent = time.thread_time() - began

@@ -85,6 +85,7 @@ class DelayLine:
 
     def __init__(self, spaces: Namespaces, hosts: int) -> None:
         self._spaces = spaces
+        self._longest = 0.0  # the longest delay so far
         try:
             spaces.ask(
                 "start_delay_line",
@@ -105,9 +106,11 @@ class DelayLine:
             delays: the delay of each host.
             rates: the rates of each host, which tell how many bytes may be in flight.
         """
+        # After a delay has become shorter, packets still wait for the longer one, and newer ones wait behind them.
+        self._longest = max(self._longest, *delays)
         requests = []
         for host, (delay, rate) in enumerate(zip(delays, rates, strict=True)):
-            room = bytes_in_flight(rate.up, max(delays))
+            room = bytes_in_flight(rate.up, self._longest)
             requests.append(
                 f"host {host} {shaping.port_index(host)} {shaping.hardware(host)} {round(delay * 1e9)} {room}"
             )

@@ -297,8 +297,13 @@ class Lab:
 
     def set_loss(self, host: int, loss: str | float | None) -> None:
         """Change the loss of a host's link; a packet is dropped with the larger loss of its two links."""
+        before = [*self._losses]
         self._losses[self._checked(host)] = parse_loss(loss)
-        self._apply_losses()
+        try:
+            self._apply_losses()
+        except LabError:
+            self._losses = before
+            raise
 
     def set_delay(self, host: int, delay: str | float | None) -> None:
         """Change the delay of a host; the one-way delay between two hosts is the larger of their two delays."""

@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass, field
 from typing import IO, Any
 
 _KEPT_LINES = 2000
+_LONGEST_LINE = 1 << 20  # bytes; output without line breaks is divided, because it is kept until a line is complete
 _PATIENCE = 3.0  # seconds between SIGINT, SIGTERM and SIGKILL
 TIMED_OUT = 124
 PIPED = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -196,6 +197,8 @@ class Launch:
 
     def _emit(self, job: _Job, data: bytes) -> None:
         *lines, job.partial = (job.partial + data).split(b"\n")
+        if len(job.partial) > _LONGEST_LINE:
+            lines, job.partial = [*lines, job.partial], b""
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r")
             self._lines[job.host].append(text)

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.tools.lab.delay import DelayFigures
+from thinwire.errors import LabError
+from thinwire.tools.lab.delay import DelayFigures, check_carried
 from thinwire.tools.lab.lab import Lab
 from thinwire.tools.lab.units import format_delay, parse_delay, parse_loss, parse_rates
 
@@ -69,6 +70,19 @@ class LinkSettings:
         """Return a lab with such links, which is not running yet. `options` are further arguments of Lab."""
         options |= {"rate": self.rate, "loss": self.loss}
         return Lab(hosts, delay=self.delay, host_delays=dict(self.host_delays), **options)
+
+    def check(self, hosts: int) -> None:
+        """Raise ValueError or LabError before hours of work if a lab of so many hosts cannot have such links.
+
+        Only the kernel tells whether netem delays the packets. Links that are too fast for a delay line are tried.
+        """
+        lab = self.lab(hosts)
+        if self.delayed:
+            try:
+                check_carried(lab.rates)
+            except LabError:
+                with lab:
+                    pass
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for JSON, in the notation of the options."""

@@ -11,6 +11,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ _ECHO_REQUEST = 8
 _SO_TIMESTAMPNS = 35  # Python does not name it
 _TIMESTAMP = struct.Struct("@qq")
 _SILENCE = 2.0  # seconds without a datagram that end a count
+LINE_EVERY = 5.0  # seconds between two lines of progress where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -291,25 +293,49 @@ _PARTS: dict[str, Callable[[], Iterator[LabFigure]]] = {
 }
 
 
+@contextlib.contextmanager
+def _progress(console: Console, sentence: Callable[[], str]) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what was measured; without a terminal, print a sentence every few seconds, too."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(LINE_EVERY):
+            print(sentence(), file=sys.stderr, flush=True)
+
+    if console.is_terminal:
+        with console.status(sentence()) as status:
+            yield status.update
+        return
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield lambda line: print(line, file=sys.stderr, flush=True)
+    finally:
+        ended.set()
+        thread.join()
+
+
 def main(
     only: Annotated[str | None, typer.Option(help="One part: goodput, delay, loss or lifecycle.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures as JSON.")] = None,
 ) -> None:
-    """Measure labs on this machine, which takes about two minutes."""
+    """Measure labs on this machine, which takes about three minutes."""
     if only is not None and only not in _PARTS:
         raise typer.BadParameter(f"the parts are {', '.join(_PARTS)}", param_hint="--only")
     console = Console()
     table = Table("figure", "expected", "measured", "unit", "bar", "met")
-    figures = []
-    # Without a terminal the status shows nothing, so that every figure has a line of its own.
-    with console.status("measuring") as status:
-        for part in [only] if only else _PARTS:
+    figures, began, parts = [], time.monotonic(), [only] if only else list(_PARTS)
+    part = parts[0]
+
+    def sentence() -> str:
+        place = f" (part {parts.index(part) + 1} of {len(parts)})" if len(parts) > 1 else ""
+        return f"measuring {part}{place}: {time.monotonic() - began:.0f} s so far"
+
+    with _progress(console, sentence) as tell:
+        for part in parts:
             for figure in _PARTS[part]():
                 figures.append(figure)
-                line = f"measured {figure.what}: {figure.measured:.4g} {figure.unit}"
-                status.update(line)
-                if not console.is_terminal:
-                    print(line, file=sys.stderr, flush=True)
+                tell(f"measured {figure.what}: {figure.measured:.4g} {figure.unit}")
                 expected = f"{figure.expected:.4g}" if figure.expected else "-"
                 met = "yes" if figure.met else "NO"
                 table.add_row(figure.what, expected, f"{figure.measured:.4g}", figure.unit, figure.bar, met)

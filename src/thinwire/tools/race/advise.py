@@ -22,8 +22,15 @@ from thinwire.codec.codec import Codec
 from thinwire.codec.feedback import Vector
 from thinwire.codec.selection import NativeGroup
 from thinwire.errors import RecipeError
-from thinwire.exchange.channel import OwnGroups, gather_json
-from thinwire.link.autotune import codec_seconds, conversion_seconds, probe_network, update_seconds
+from thinwire.exchange.channel import Channel, OwnGroups, gather_json
+from thinwire.link.autotune import (
+    codec_seconds,
+    conversion_seconds,
+    gather_cpu,
+    paced_seconds,
+    probe_network,
+    update_seconds,
+)
 from thinwire.tools.lab.units import parse_rates
 from thinwire.tools.observe import describe_machine, now
 from thinwire.tools.race.measured import MODEL, MeasuredCost, fidelity_folder, measured_costs
@@ -349,10 +356,14 @@ def measure(
     methods: Sequence[str],
     *,
     updates: Sequence[str] = (),
+    workers: int = 4,
     steps: int = 10,
     sync: Callable[[], None] = lambda: None,
 ) -> ModelFigures:
-    """Time some steps without communication, then each codec on the gradients; `updates` are presets of updates."""
+    """Time some steps without communication, then each codec on the gradients.
+
+    updates: presets of updates, which are measured as so many workers would use them.
+    """
     timed = _step_timer(sync)
     filled: list[tuple[int, float]] = []
     parameters = [p for p in subject.model.parameters() if p.requires_grad]
@@ -381,11 +392,11 @@ def measure(
         codec = resolve_codec(method)
         codecs[method], density = _codec_times(codec, named, sync)
         settings += [Setting(method, e, density=density, bits=codec.values.bits) for e in EXCHANGES]
-    for setting in update_settings(4):
+    for setting in update_settings(workers):
         if setting.name in updates:
             sync()
             size = update_bytes(setting, sum(g.numel() for g in named.values()))
-            codecs[setting.name] = CodecTimes(*update_seconds(resolve_codec(setting.name), named), size)
+            codecs[setting.name] = CodecTimes(*update_seconds(resolve_codec(setting.name, workers), named), size)
     work = Workload(compute, buckets, ready, 0.0, 0.0, copying, _alpha(named), codecs)
     return ModelFigures(work, tuple(settings), spread)
 
@@ -441,7 +452,7 @@ class Wire:
     rate: float  # bits per second
     shown: str
     probed: bool
-    crowded: bool = False  # ranks share cores, so that encoding during the backward pass slows it down
+    crowd: float = 1.0  # ranks for each core, where ranks share cores
 
     def at(self, rate: float) -> Network:
         """Return the same network at another rate."""
@@ -459,15 +470,21 @@ def wire_of(workers: int, rate: str, delay: float) -> Wire:
 
 def probed_wire() -> Wire:
     """Measure the network of the default process group; call it on all ranks."""
-    groups = OwnGroups(dist.distributed_c10d._get_default_group(), torch.device("cpu"), None)
+    parent = dist.distributed_c10d._get_default_group()
+    groups = OwnGroups(parent, torch.device("cpu"), None)
     channel = groups.all
     network = probe_network(channel)
     rate = network.bandwidth / GOODPUT
     machines = gather_json(channel, _machine())
-    crowded = torch.get_num_threads() * machines.count(machines[channel.rank]) > (os.cpu_count() or 1)
-    anywhere = any(gather_json(channel, crowded))
+    crowd = torch.get_num_threads() * machines.count(machines[channel.rank]) / (os.cpu_count() or 1)
+    crowd = max(1.0, *gather_json(channel, crowd))
+    if crowd > 1.0:
+        network = replace(network, cpu=gather_cpu(channel, network))
+    new = dist.new_group(dist.get_process_group_ranks(parent))
+    network = replace(network, paced=paced_seconds(Channel(new), network))
+    dist.destroy_process_group(new)
     groups.close()
-    return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True, anywhere)
+    return Wire(network, rate, f"{rate / 1e6:,.0f} Mbit/s, probed", True, crowd)
 
 
 def _machine() -> str:
@@ -602,9 +619,9 @@ def make_report(subject: Subject, wire: Wire, methods: list[str], command: str) 
     threads = torch.get_num_threads()
     optimizer = type(subject.optimizer).__name__ if isinstance(subject.optimizer, ADAPTIVE) else ""
     sync = dist.barrier if wire.probed else lambda: None
-    figures = measure(subject, methods, updates=tuple(EVERY) if optimizer else (), sync=sync)
-    if wire.crowded:
-        figures = replace(figures, work=replace(figures.work, ready=(0.0,) * len(figures.work.ready)))
+    updates = tuple(EVERY) if optimizer else ()
+    figures = measure(subject, methods, updates=updates, workers=wire.network.world, sync=sync)
+    figures = replace(figures, work=replace(figures.work, crowd=wire.crowd))
     torch.set_num_threads(threads)
     settings = (DENSE, FP16, *figures.settings)
     costs = measured_costs(fidelity_folder()) if optimizer else {}

@@ -4,6 +4,7 @@ Every method has the same seeds, data order and stopping rule. Steps without com
 race; communication overhead = step time / step time without communication - 1.
 """
 
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -116,6 +117,7 @@ def _common(result: "Result | LossResult") -> dict[str, Any]:
         "higher_is_better": result.higher_is_better,
         "verdict": result.verdict(),
         "version": thinwire.__version__,
+        "python": platform.python_version(),  # its standard library is the text of the recipe gpt
         "command": result.place.command,
     }
 

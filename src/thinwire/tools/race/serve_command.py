@@ -154,7 +154,7 @@ def progress_line(serving: "Serving") -> str:
     line = f"{server.mode}: step {step} of {plan.max_steps}, {len(server.membership.active)} workers{shown}"
     # Only the steps of this process tell its pace.
     done, wall = step - serving.first_step, serving.wall - serving.first_wall
-    if server.started and done > 0:
+    if server.membership.started and done > 0:
         line += f", at most {wall / done * (plan.max_steps - step):.0f} s left"
     return f"{line}; {waited}" if (waited := waiting_for(server)) else line
 
@@ -183,7 +183,7 @@ def status(server: "Server", values: dict[str, float]) -> dict[str, Any]:
             "mbit_per_second_out": _mbit(member.sent, now - member.since),
             "seconds_silent": max(0.0, now - member.heard),
             "loss": member.figures.get("loss"),
-            **server.listener_figures(member),
+            **server.listener.figures(member.peer),
         }
         for member in sorted(members, key=lambda member: member.slot)
         if member.session in pushed

@@ -120,7 +120,7 @@ class Serving:
     @property
     def wall(self) -> float:
         """Seconds of training without evaluation, including those before a restart."""
-        return time.monotonic() - self.server.started_at - self._paused
+        return time.monotonic() - self.server.membership.started_at - self._paused
 
     def _on_step(self, server: Server) -> None:
         step, plan = server.clock.step, self.settings.plan

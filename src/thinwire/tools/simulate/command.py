@@ -216,8 +216,15 @@ def scale_command(
 def _show(found: "Scaling", page: Path | None) -> None:
     from rich.console import Console
 
-    short = [{head.removesuffix(" workers"): text for head, text in row.items()} for row in found.rows()]
-    Console().print(options.table_of(short, title="Step time by the number of workers"))
+    heads = {"Sent at most": "sent", "Half efficient up to": "half"}
+    short = [
+        {heads.get(head, head.removesuffix(" workers")): text.removesuffix(" ms") for head, text in row.items()}
+        for row in found.rows()
+    ]
+    note = options.caption(
+        "sent: by a worker in a step, at most", "half: workers up to which a step computes for half of its time"
+    )
+    Console().print(options.table_of(short, title="Step time in ms by the number of workers", caption=note))
     rows = [
         {
             "workers": str(check["workers"]),

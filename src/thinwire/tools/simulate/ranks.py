@@ -266,12 +266,15 @@ class UpdateTraining(SimulatedTraining):
         self.bits = 8.0 * self._ranks[0].channel.sent / elements / self.done
 
 
-class DiLoCoTraining(UpdateTraining):
-    """DiLoCo (Douillard et al. 2023): local steps, and an all-reduce of their change in 32 bits."""
+class UncompressedTraining(UpdateTraining):
+    """Local steps, and an all-reduce of their change in 32 bits: with Nesterov momentum DiLoCo (Douillard et al. 2023).
 
-    def __init__(self, every: int, recipe: Recipe, seed: int, workers: int, lr: float, steps: int) -> None:
-        super().__init__("dense", Rounds(every, Nesterov(0.7, momentum=0.9)), recipe, seed, workers, lr, steps)
-        self._bits = 64.0 * (workers - 1) / workers / every
+    Its bits are those of the all-reduce, fewer than those of the library's frames.
+    """
+
+    def __init__(self, rounds: Rounds, recipe: Recipe, seed: int, workers: int, lr: float, steps: int) -> None:
+        super().__init__("dense", rounds, recipe, seed, workers, lr, steps)
+        self._bits = 64.0 * (workers - 1) / workers / int(rounds.every)
 
     def step(self, batches: Sequence[Batch]) -> None:
         super().step(batches)
@@ -296,6 +299,7 @@ class UpdateRank:
         self.optimizer = recipe.optimizer(self.model, lr=lr)
         named = dict(self.model.named_parameters())
         self._exchange: Exchange = Gather()
+        codec = resolve_codec(codec, channel.world)
         if isinstance(codec.selection, LowRank):
             inner = ScatterReduce() if scatter else Gather()
             self._exchange = LowRankMean(inner, {name: p.shape for name, p in named.items()})
@@ -324,7 +328,8 @@ def training(method: str, recipe: Recipe, *, seed: int, workers: int, lr: float,
     """Return the training of a method.
 
     Methods are dense, alone, gradient:CODEC, update:CODEC, localH:CODEC for H local steps (also localH+overlap and
-    localH+nesterov), dilocoH, powersgd:RANK and demo:SHARE. A preset with local steps, such as local16, needs no codec.
+    localH+nesterov; localH:dense is uncompressed), dilocoH, powersgd:RANK and demo:SHARE. A preset with local steps,
+    such as local16, needs no codec.
     """
     kind, _, what = method.partition(":")
     makers: dict[str, Make] = {
@@ -332,8 +337,10 @@ def training(method: str, recipe: Recipe, *, seed: int, workers: int, lr: float,
         "alone": DenseTraining,
         "gradient": lambda *rest: GradientTraining(what, *rest),
         "update": lambda *rest: UpdateTraining(what, Rounds(), *rest),
-        "local": lambda *rest: UpdateTraining(what or kind, local_rounds(kind, what), *rest),
-        "diloco": lambda *rest: DiLoCoTraining(int(kind.removeprefix("diloco")), *rest),
+        "local": lambda *rest: _local_training(kind, what, *rest),
+        "diloco": lambda *rest: UncompressedTraining(
+            Rounds(int(kind.removeprefix("diloco")), Nesterov(0.7, momentum=0.9)), *rest
+        ),
         "powersgd": lambda *rest: PowerSGDTraining(int(what), *rest),
         "demo": lambda *rest: DeMoTraining(float(what), *rest),
     }
@@ -341,3 +348,8 @@ def training(method: str, recipe: Recipe, *, seed: int, workers: int, lr: float,
     if family is None or family.group() not in makers:
         raise ValueError(f"there is no method {method!r}; there are {', '.join(makers)}")
     return makers[family.group()](recipe, seed, 1 if kind == "alone" else workers, lr, steps)
+
+
+def _local_training(kind: str, codec: str, *rest: Any) -> SimulatedTraining:
+    rounds = local_rounds(kind, codec)
+    return UncompressedTraining(rounds, *rest) if codec == "dense" else UpdateTraining(codec or kind, rounds, *rest)

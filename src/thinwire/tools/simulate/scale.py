@@ -18,10 +18,7 @@ from thinwire.tools.race.advise import GOODPUT
 from thinwire.tools.report.markup import Row, write_page
 from thinwire.tools.report.page import megabytes
 from thinwire.tune.cost import Array
-from thinwire.tune.forecast import EVERY, HIDDEN, WAYS, update_bytes, update_settings
-
-# Bytes of headers in every part of a frame that is split: the part's own and those of about ten tensors.
-PART = 350.0
+from thinwire.tune.forecast import EVERY, HIDDEN, PACED, paced_part, scattered_parts, update_bytes, update_settings
 
 
 @dataclass(frozen=True)
@@ -75,11 +72,15 @@ class ScaleTraffic:
     encodes: float = 0.0  # frames encoded one after the other
     decodes: float = 0.0  # frames decoded one after the other
     inside: float = 0.0  # bytes over a machine's bus
+    # Bytes of the messages that TCP paces. Two rounds over the same connections count as one message: the second begins
+    # within a round trip of the first, so that TCP measures the bytes of both in it.
+    paced: tuple[float, ...] = ()
 
 
 def star(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
     """A parameter server whose link has a worker's rate; all frames cross it in both directions."""
-    return ScaleTraffic(2.0 * n * task.frame, task.frame, 2.0 * WAYS, 1.0, encodes=2.0, decodes=n + 1.0)
+    paced = (task.frame, task.frame)
+    return ScaleTraffic(2.0 * n * task.frame, task.frame, 2.0, 1.0, encodes=2.0, decodes=n + 1.0, paced=paced)
 
 
 def ring(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
@@ -91,15 +92,14 @@ def ring(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
 def gather(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
     """An all-gather of the frames."""
     volume = (n - 1) * task.frame
-    return ScaleTraffic(volume, volume, WAYS, n - 1.0, encodes=1.0, decodes=float(n))
+    return ScaleTraffic(volume, volume, 1.0, n - 1.0, encodes=1.0, decodes=float(n), paced=(task.frame,))
 
 
 def scatter_reduce(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
     """A reduce-scatter of the frames' parts, then an all-gather of the reduced parts."""
-    # A reduced part is limited so that both rounds together send the bytes of two frames at most.
-    results = min((2.0 * n / (n - 1) - 1.0) / n, 1.0)
-    volume = (n - 1) * (task.frame / n + task.frame * results + 2.0 * PART)
-    return ScaleTraffic(volume, volume, 2.0 * WAYS, 2.0 * (n - 1), encodes=2.0, decodes=2.0)
+    parts = scattered_parts(task.frame, n)
+    volume = (n - 1) * sum(parts)
+    return ScaleTraffic(volume, volume, 2.0, 2.0 * (n - 1), encodes=2.0, decodes=2.0, paced=(sum(parts),))
 
 
 def hierarchical(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
@@ -110,6 +110,7 @@ def hierarchical(n: int, task: Task, cluster: SimulatedCluster) -> ScaleTraffic:
         between,
         sent=between.sent * machines / n,
         delays=between.delays if machines > 1 else 0.0,
+        paced=between.paced if machines > 1 else (),
         messages=between.messages + 2.0 * math.ceil(math.log2(within)),
         inside=2.0 * 4.0 * task.elements if within > 1 else 0.0,
     )
@@ -120,9 +121,9 @@ def updates(n: int, task: Task, cluster: SimulatedCluster, name: str) -> ScaleTr
     setting = next(each for each in update_settings(n) if each.name == name)
     frame = update_bytes(setting, task.elements)
     if setting.exchange == "gather":
-        return ScaleTraffic((n - 1) * frame, (n - 1) * frame, 1.0, n - 1.0)
+        return ScaleTraffic((n - 1) * frame, (n - 1) * frame, 1.0, n - 1.0, paced=(frame,))
     volume = 2.0 * frame * (n - 1) / n
-    return ScaleTraffic(volume, volume, 2.0, 2.0 * (n - 1))
+    return ScaleTraffic(volume, volume, 2.0, 2.0 * (n - 1), paced=(2.0 * frame / n,))
 
 
 EXCHANGES: dict[str, Callable[[int, Task, SimulatedCluster], ScaleTraffic]] = {
@@ -179,7 +180,8 @@ def _exchanging(exchange: str, workers: int, task: Task, cluster: SimulatedClust
         + 2.0 * traffic.sent * task.per_byte
         + traffic.messages * (task.per_message + cluster.switching)
     )
-    wire = task.wire * on_wire(traffic, workers, cluster)
+    paced = PACED * cluster.delay * sum(map(paced_part, traffic.paced))
+    wire = max(task.wire * on_wire(traffic, workers, cluster), paced)
     return wire + traffic.delays * cluster.delay + 8.0 * traffic.inside / cluster.bus + spent * cluster.share(workers)
 
 

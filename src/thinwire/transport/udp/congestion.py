@@ -2,7 +2,7 @@
 
 The congestion window follows CUBIC (RFC 9438). Unlike TCP, a loss alone does not reduce it: links may lose packets for
 other reasons than congestion, so that a reduction also needs a queueing delay or another sign of a full queue.
-docs/server-protocol.md describes the rules. Nothing here reads a clock: `now` is passed in.
+docs/guides/lossy-networks.md describes the rules. Nothing here reads a clock: `now` is passed in.
 """
 
 from collections import deque

@@ -306,16 +306,15 @@ class UdpListener(Listener):
         if offer is not None and offer.number == number and number not in self._thread.sessions:
             del self._offers[peer]
             admitted = session is not None and session.admitted and peer not in self._strangers
+            self._drop(peer)
             with self._thread.lock:
-                self._drop(peer)
                 session = UdpSession(number, offer.keys, now, server=True, mtu=self._mtu, shares=self._shares)
                 session.token, session.welcome, session.admitted = offer.token, offer.welcome, admitted
                 self._sessions[peer] = self._thread.sessions[number] = session
             if not admitted:
                 self._strangers[peer] = now + _STRANGER_SECONDS
                 while len(self._strangers) > _MOST_STRANGERS:
-                    with self._thread.lock:
-                        self._drop(next(iter(self._strangers)))
+                    self._drop(next(iter(self._strangers)))
         if session is None or session.number != number:
             return None
         if peer in self._strangers:
@@ -327,7 +326,8 @@ class UdpListener(Listener):
     def _drop(self, peer: Peer) -> None:
         session = self._sessions.pop(peer, None)
         if session is not None:
-            self._thread.sessions.pop(session.number, None)
+            with self._thread.lock:
+                self._thread.sessions.pop(session.number, None)
         self._strangers.pop(peer, None)
         self._unreachable.discard(peer)
 
@@ -336,8 +336,7 @@ class UdpListener(Listener):
         while self._offers and now - next(iter(self._offers.values())).since > _OFFER_SECONDS:
             self._offers.popitem(last=False)
         for peer in [peer for peer, until in self._strangers.items() if now >= until]:
-            with self._thread.lock:
-                self._drop(peer)
+            self._drop(peer)
 
     def _deliver(self, *, read: bool = True) -> list[tuple[Peer, Parts]]:
         """Return the messages that can be delivered, after on_report was called for the acks before them."""

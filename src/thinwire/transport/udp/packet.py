@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain
 from typing import NamedTuple
 
 from thinwire import _native
@@ -85,10 +84,6 @@ class MessageAck:
     queue: float = 0.0  # the least queueing delay of the packets, in seconds
     span: float = 0.0  # seconds from the first arrival to the last
     share: int = 0  # the sender's fair share of the receiver's link, bytes a second; 0 if it is the only sender
-
-    @property
-    def lost_pieces(self) -> frozenset[int]:
-        return frozenset(chain(*self.lost))
 
     def pack(self) -> bytes:
         ranges, at = bytearray(), 0
@@ -282,12 +277,8 @@ class PacketEncryptor:
 
         self._session, self._cipher, self._counter = session, AESGCM(key), 0
 
-    def encrypt(self, contents: bytes) -> bytes:
-        """Return one packet. No two packets of a key have the same counter."""
-        return self.encrypt_all([contents])[0]
-
-    def encrypt_all(self, contents: list[bytes]) -> list[bytes]:
-        """Return a packet for each of the contents."""
+    def encrypt(self, contents: list[bytes]) -> list[bytes]:
+        """Return a packet for each of the contents. No two packets of a key have the same counter."""
         encrypt = self._cipher.encrypt
         labelled = _native.label_datagrams(contents, PREFIX, self._session, self._counter + 1)
         self._counter += len(contents)

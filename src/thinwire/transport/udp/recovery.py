@@ -280,11 +280,6 @@ class Reassembly:
             self.loss_timer.on_delay(message.last - message.ended)
         return message
 
-    def close_before(self, number: int) -> None:
-        """Close the messages before a number: they were skipped, and will not be delivered."""
-        for each in [each for each in self.open if each < number]:
-            self.close(each)
-
     def _queueing_delay(self, flight: float, now: float) -> float:
         """Return by how much a one-way delay exceeds the least of the last 20 to 30 seconds."""
         span = int(now / 10.0)

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 
 from thinwire.errors import TransportError
 from thinwire.transport.base import LARGEST, Buffer
@@ -42,6 +43,16 @@ class _Queued:
     record: bytes = b""  # made when it is needed: without loss it never is
     sent: float = 0.0
     times: int = 0
+
+
+def _grouped(records: Sequence[bytes], room: int) -> list[list[bytes]]:
+    """Divide records, in their order, in groups of at most `room` bytes."""
+    groups: list[list[bytes]] = []
+    for record in records:
+        if not groups or sum(map(len, groups[-1])) + len(record) > room:
+            groups.append([])
+        groups[-1].append(record)
+    return groups
 
 
 class EnvelopeQueue:
@@ -94,28 +105,21 @@ class EnvelopeQueue:
         `expected` is the number that this side expects next. If only end markers wait, those queued up to `ends_before`
         are sent: a message that arrives completely needs no end marker, and is mostly acknowledged before that time.
         """
-        found: list[list[Buffer]] = []
-        records: list[bytes] = []
-
-        def close() -> None:
-            if records:
-                found.append(Envelope(EnvelopeKind.BATCH, self._session, expected, [b"".join(records)]).as_parts())
-                records.clear()
-
         if not self.payloads:
             before = min(before, ends_before)
         elif not all(each.short for each in self._reliable):
             before = now  # a long envelope travels over TCP only, after all those before it
+        due: list[_Queued] = []
         while self.oldest <= before:
-            queued = self._next()
-            if queued.short:
-                records.append(queued.envelope.as_record())
-                if sum(map(len, records)) > _BATCH_BYTES:
-                    close()
+            due.append(self._next())
+        found: list[list[Buffer]] = []
+        for short, run in groupby(due, key=lambda each: each.short):
+            if short:
+                batches = _grouped([each.envelope.as_record() for each in run], _BATCH_BYTES)
+                batched = (Envelope(EnvelopeKind.BATCH, self._session, expected, [b"".join(each)]) for each in batches)
+                found += [each.as_parts() for each in batched]
             else:
-                close()
-                found.append(queued.envelope.as_parts())
-        close()
+                found += [each.envelope.as_parts() for each in run]
         return found
 
     @property
@@ -158,15 +162,7 @@ class EnvelopeQueue:
             each.times, each.sent = each.times + 1, now
             pause = min(pause, retransmit * each.times)
         # Retransmitted records travel with every copy of the new ones.
-        return self._grouped(again + new) * (copies if new else 1), pause
-
-    def _grouped(self, records: Sequence[bytes]) -> list[list[bytes]]:
-        groups: list[list[bytes]] = []
-        for record in records:
-            if not groups or sum(map(len, groups[-1])) + len(record) > self._room:
-                groups.append([])
-            groups[-1].append(record)
-        return groups
+        return _grouped(again + new, self._room) * (copies if new else 1), pause
 
     def forget_short(self) -> None:
         """Send no control packets for envelopes that have gone over TCP. Others may still need them."""
@@ -321,7 +317,7 @@ class UdpSession:
         groups, pause = self._out.control_records(now, retransmit, copies=self._loss_level)
         groups = groups or [[]] * self._repeated  # an empty packet carries the ack alone
         self._repeated = False
-        return [self.encryptor.encrypt(packet.pack_control(self._in.expected, group)) for group in groups], pause
+        return self.encryptor.encrypt([packet.pack_control(self._in.expected, group) for group in groups]), pause
 
     def can_send(self, now: float) -> bool:
         """Return whether packets may be tried."""
@@ -341,7 +337,7 @@ class UdpSession:
         if not self.sender.queue:
             return [], _NEVER
         message, count, delay = self.sender.next(now)
-        return self.encryptor.encrypt_all(message.packet_contents(count, wall)) if count else [], delay
+        return self.encryptor.encrypt(message.packet_contents(count, wall)) if count else [], delay
 
     def on_sent(self, packets: Sequence[bytes], now: float) -> None:
         """Account for the packets that `next_packets` returned, which have left."""
@@ -408,8 +404,9 @@ class UdpSession:
                 if len(envelope.acks):
                     lost += self._take_acks(envelope.acks, now)
             self._in.advance()
-        if self._in.gaps > gaps:
-            self.reassembly.close_before(self._in.expected)
+        if self._in.gaps > gaps:  # messages that were skipped will not be delivered
+            for number in [number for number in partial if number < self._in.expected]:
+                self.reassembly.close(number)
         return found, lost
 
     def _take_acks(self, acks: Buffer, now: float) -> list[Lost]:
@@ -418,7 +415,7 @@ class UdpSession:
         with contextlib.suppress(TransportError):  # only of a message that was not outstanding when the ack came
             for ack in packet.read_acks(acks, self.sender.outstanding):
                 self.sender.on_ack(ack, now)
-                found.append((ack.message, ack.lost_pieces))
+                found.append((ack.message, frozenset(chain(*ack.lost))))
         self._loss_level = sum(self.sender.pacer.loss > bar for bar in _COPIES)
         return found
 

@@ -76,7 +76,9 @@ class PacketReceiver:
             if plain is None:
                 continue
             if self._server and session.origin != origin:
-                news |= _learn_address(session, origin)
+                if session.address is None:
+                    news = session.announce_open = True
+                session.origin, session.address = origin, _native.address_of(origin)
             if plain[:1] != _DATA:
                 if session is run:  # it may be about the pieces that came before it
                     news |= self._receive_pieces(run, contents, stamps, now)
@@ -110,14 +112,6 @@ class PacketReceiver:
             pass  # it is counted, as is a packet of an unknown kind
         self._rejected["broken"] += 1
         return False
-
-
-def _learn_address(session: UdpSession, origin: bytes) -> bool:
-    """Note where a session's peer is; return whether that was unknown before."""
-    first, session.origin, session.address = session.address is None, origin, _native.address_of(origin)
-    if first:
-        session.announce_open = True
-    return first
 
 
 class SocketThread(threading.Thread):
@@ -264,7 +258,7 @@ class SocketThread(threading.Thread):
             self._probed = now
             with self.lock:
                 contents = bytes([PROBE]) + bytes(session.mtu - OVERHEAD - 1)
-                self.send_packets(session, [session.encryptor.encrypt(contents)])
+                self.send_packets(session, session.encryptor.encrypt([contents]))
 
     # In
 
