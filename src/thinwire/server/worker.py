@@ -369,6 +369,7 @@ class Worker:
         """Send figures of a step to the server, for its table and its log.
 
         Figures are numbers, None, short texts, and lists with a number for each layer. ValueError for anything else.
+        Those of the last step are lost if the server has ended the training before they arrive.
         """
         message = self._client.figures(figures)
         self._thread.submit(lambda: self._client.report(message, time.monotonic()))
