@@ -109,7 +109,7 @@ def study(workspace: Workspace) -> Study:
     curves = {problem.name: problem.run(workspace) for problem in (one, other)}
     goals = {name: _goal(found) for name, found in curves.items()}
     testbed = LabTestbed("mnist-conv", workspace.data, hosts=4, rate="100mbit", batch=16, lr=0.05)
-    run = ConfirmationRun(testbed, "topk1", Codec(TopK(0.01), Bits(8)), 0.9, 600, 25)
+    run = ConfirmationRun(testbed, "8bit", Codec(TopK(0.01), Bits(8)), 0.9, 600, 25)
     confirm_claims, confirm_tables = confirm(workspace, run)
     rows = {name: _costs(found, goals[name]) for name, found in curves.items()}
     claims = [claim for name in curves for claim in _claims(name, rows[name])]

@@ -43,22 +43,23 @@ def coefficients(rank: int, step: int, *, finite: bool = False) -> dict[str, Ten
     return found
 
 
+EIGHT = tw.Codec(0.05, tw.Bits(8))
 CASES: dict[str, tuple[int, Any, Any, Any]] = {
-    "gather": (3, 0.05, "gather", "gradient"),
-    "scatter": (3, 0.05, "scatter-reduce", "gradient"),
+    "gather": (3, EIGHT, "gather", "gradient"),
+    "scatter": (3, EIGHT, "scatter-reduce", "gradient"),
     "scatter, percentile": (4, "percentile90", "scatter-reduce", "gradient"),
-    "mixed": (4, 0.05, tw.exchange.ScatterReduce(gather_below=2000), "gradient"),
-    "two": (2, "topk1", "gather", "gradient"),
-    "machines": (4, 0.05, tw.exchange.Hierarchical(per_machine=2), "gradient"),
+    "mixed": (4, EIGHT, tw.exchange.ScatterReduce(gather_below=2000), "gradient"),
+    "two": (2, "8bit", "gather", "gradient"),
+    "machines": (4, EIGHT, tw.exchange.Hierarchical(per_machine=2), "gradient"),
     "machines, mixed": (
         4,
-        0.05,
+        EIGHT,
         tw.exchange.Hierarchical(tw.exchange.ScatterReduce(gather_below=700), per_machine=2),
         "gradient",
     ),
     "rotate": (3, tw.Codec(tw.Rotate(0.3), tw.Bits(4)), "scatter-reduce", "gradient"),
-    "dense": (3, 0.05, "dense", "gradient"),
-    "updates": (3, 0.05, "scatter-reduce", "update"),
+    "dense": (3, EIGHT, "dense", "gradient"),
+    "updates": (3, EIGHT, "scatter-reduce", "update"),
 }
 
 

@@ -43,7 +43,8 @@ class Codec:
     """Compresses named tensors into frames and keeps what was not sent in residuals.
 
     selection: which entries are sent; a number is a density and means TopK(density).
-    values: how the values of sent entries are written.
+    values: how the values of sent entries are written. None: `Unary` where the largest 2 % or fewer are sent and a
+        residual keeps the rounding, else `Bits(8)`.
     feedback: what becomes of the rest.
     scope: "tensor" gives every tensor its own threshold, "global" one threshold to all tensors of an encode.
     min_numel: smaller tensors (biases, norms) are sent whole, in the codec's values; in 8 bits if those are `Bits(4)`,
@@ -67,8 +68,8 @@ class Codec:
         if kernels not in ("auto", "native", "torch"):
             raise ValueError(f'kernels is "auto", "native" or "torch", not {kernels!r}')
         self.selection = selection if isinstance(selection, Selection) else TopK(selection)
-        self.values = values if values is not None else Bits(8)
         self.feedback = feedback if feedback is not None else ErrorFeedback()
+        self.values = values if values is not None else self._default_values()
         self.scope = scope
         self._min_numel = min_numel
         self.kernels = kernels
@@ -88,6 +89,11 @@ class Codec:
     def min_numel(self) -> int:
         """Tensors with fewer elements are sent whole; 0 if the selection takes small tensors as all others."""
         return self._min_numel if self.selection.spares_small else 0
+
+    def _default_values(self) -> Values:
+        """Return `Unary` for the tail of a distribution: it is short and accurate there, and needs error feedback."""
+        tail = self.selection.by_threshold and self.selection.expected(1000, 0) <= 20
+        return Unary() if tail and self.feedback.slots else Bits(8)
 
     def copy(self, **changes: Any) -> "Codec":
         """Return a codec with the same settings, except for those given, and without residuals.
@@ -201,7 +207,7 @@ class Codec:
         choices = [Choice(name, EVERYTHING, whole=True) for name in names]
         least = max(self.min_numel, 1) if self.selection.spares_small else 0
         large = [i for i, v in enumerate(vectors) if v.n >= least]
-        together = self.scope == "global" and self.selection.shares_threshold
+        together = self.scope == "global" and self.selection.by_threshold
         for members in [large] if together and large else [[i] for i in large]:
             group = make([vectors[i] for i in members])
             label = names[members[0]]

@@ -40,7 +40,7 @@ class LowRank(Selection):
     density: float = 0.15
     max_rank: int = 64
     ranks: int | None = None
-    shares_threshold: ClassVar[bool] = False
+    by_threshold: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.density <= 1.0:

@@ -266,7 +266,7 @@ Rule = Cutoff | StratifiedSample | Window
 class Selection(ABC):
     """Base class: a rule that chooses entries. It is frozen; what it learns is kept in the `state` that it is given."""
 
-    shares_threshold: ClassVar[bool] = True  # whether one threshold can serve several tensors (scope="global")
+    by_threshold: ClassVar[bool] = True  # whether it sends magnitudes above one, which several tensors can share
     predictable: ClassVar[bool] = True  # whether `expected` is an estimate, or only the trivial bound n
     spares_small: ClassVar[bool] = True  # whether tensors below the codec's `min_numel` are sent whole instead
 
@@ -468,7 +468,7 @@ class RandomK(Selection):
 
     density: Density
     seed: int = 0
-    shares_threshold: ClassVar[bool] = False
+    by_threshold: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -496,7 +496,7 @@ class Rotate(Selection):
 
     share: Density
     min_window: int = 256
-    shares_threshold: ClassVar[bool] = False
+    by_threshold: ClassVar[bool] = False
     spares_small: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -56,11 +56,11 @@ def attach(
     Args:
         model: a DistributedDataParallel model, one that `fully_shard` shards, or for updates any module; wrappers of
             torch.compile and Fabric are looked through. A plain module gets rank 0's parameters and buffers.
-        codec: a density (0.01 sends the largest 1 % in 8 bits), a selection, a `Codec`, the name of a preset
-            ("percentile90", "dgc", "adaptive", ...), or "auto", which measures model and network in the first steps and
-            uses the fastest setting. For gradients it changes it when the network changes; for updates it takes the
-            fewest local steps that hide the network, and where that is fast, uncompressed gradients. By default
-            "topk1" for gradients and "update" for updates.
+        codec: a density (0.01 sends the largest 1 % in about 2.6 bits a value), a selection, a `Codec`, the name of a
+            preset ("percentile90", "dgc", "adaptive", ...), or "auto", which measures model and network in the first
+            steps and uses the fastest setting. For gradients it changes it when the network changes; for updates it
+            takes the fewest local steps that hide the network, and where that is fast, uncompressed gradients. By
+            default "topk1" for gradients and "update" for updates.
         optimizer: the optimizer that trains the model, or several of them.
         domain: "gradient" or "update", if it is not to follow from the optimizer.
         every: steps of the optimizer between two exchanges of updates, or a time such as "30s", in which a slower rank

@@ -44,6 +44,7 @@ from thinwire.tune.forecast import (
     TuningPolicy,
     Workload,
     decide,
+    density_setting,
 )
 
 _log = logging.getLogger("thinwire")
@@ -347,7 +348,7 @@ class AdaptiveAgreement:
                 codec.learned[name]["agreed"] = selection.agreed(wished)
 
 
-FIRST = Setting("0.01", "gather", density=0.01)
+FIRST = density_setting(0.01, "gather")
 WARM = 2  # steps that are not measured: DDP rebuilds its buckets, message sizes are estimates
 MEASURED = 4  # steps before the first decision
 COMPARE_EVERY = 10  # steps between two comparisons of the waiting times

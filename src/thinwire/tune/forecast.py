@@ -146,15 +146,22 @@ _ENTRY = 17.0
 PART = 350.0
 
 HIERARCHICAL = "hierarchical"
+
+
+def density_setting(density: float, exchange: str) -> Setting:
+    """Return the setting for a density, whose values are those of its codec."""
+    return Setting(f"{density:g}", exchange, density=density, bits=resolve_codec(density).values.bits)
+
+
 DENSE, FP16 = Setting("dense", width=4), Setting("fp16", width=2)
 DENSITIES = (0.1, 0.01, 0.001)
 SETTINGS = (
     DENSE,
     FP16,
-    *(Setting(f"{d:g}", exchange, density=d) for d in DENSITIES for exchange in ("gather", "scatter-reduce")),
+    *(density_setting(d, exchange) for d in DENSITIES for exchange in ("gather", "scatter-reduce")),
 )
 # For machines of several ranks each.
-TIERED = tuple(Setting(f"{d:g}", HIERARCHICAL, density=d) for d in DENSITIES)
+TIERED = tuple(density_setting(d, HIERARCHICAL) for d in DENSITIES)
 
 
 @dataclass(frozen=True)

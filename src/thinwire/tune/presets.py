@@ -21,22 +21,19 @@ PRESETS: dict[str, tuple[str, Callable[[], Codec]]] = {
         lambda: Codec(Percentile(90), Bits(8)),
     ),
     "topk1": (
-        "Sends the largest 1 % in 8 bits; the rest stays in the residual.",
-        lambda: Codec(TopK(0.01), Bits(8)),
+        "Sends the largest 1 % in about 2.6 bits; the rest stays in the residual.",
+        lambda: Codec(TopK(0.01), Unary()),
     ),
     "topk0.1": (
-        "Sends the largest 0.1 % in 8 bits; the rest stays in the residual.",
-        lambda: Codec(TopK(0.001), Bits(8)),
+        "Sends the largest 0.1 % in about 2.6 bits; the rest stays in the residual.",
+        lambda: Codec(TopK(0.001), Unary()),
     ),
     "dgc": (
         "Deep Gradient Compression: momentum correction with 0.9 and a density that falls from 25 % to 0.1 % over 500 "
         "steps.",
         lambda: Codec(TopK(Warmup([0.25, 0.0625, 0.0156, 0.004, 0.001], 100)), Bits(8), MomentumCorrection(0.9)),
     ),
-    "unary": (
-        "Sends the largest 1 % in about 2.6 bits, levels in unary code.",
-        lambda: Codec(TopK(0.01), Unary()),
-    ),
+    "8bit": ("Sends the largest 1 % in 8 bits.", lambda: Codec(TopK(0.01), Bits(8))),
     "4bit": ("Sends the largest 1 % in 4 bits.", lambda: Codec(TopK(0.01), Bits(4))),
     "2bit": ("Sends the largest 1 % in 2 bits.", lambda: Codec(TopK(0.01), Bits(2))),
     "1bit": ("Sends the signs of the largest 1 % with two means per block.", lambda: Codec(TopK(0.01), Sign())),

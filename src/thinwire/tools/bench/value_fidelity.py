@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-BASE, NEW = "topk1", "unary"  # presets
+BASE, NEW = "8bit", "topk1"  # presets
 SEEDS = (0, 1, 2)
 WORKERS = 4
 

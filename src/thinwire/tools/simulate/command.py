@@ -153,7 +153,7 @@ def scale_command(
     ] = None,
     compute: Annotated[str | None, typer.Option(help="Step time without communication: 80ms.")] = None,
     density: Annotated[float, typer.Option(help="Share of the entries that are sent.")] = 0.01,
-    bits: Annotated[float, typer.Option(min=1, max=32, help="Bits of a value.")] = 8.0,
+    bits: Annotated[float, typer.Option(min=1, max=32, help="Bits of a value.")] = 2.6,
     rate: options.Rate = "500mbit",
     delay: options.Delay = "200us",
     stragglers: Annotated[float, typer.Option(help="Spread of computing times, as a share of the mean.")] = 0.0,
